@@ -31,4 +31,21 @@ MISTRAL_ARGS = MISTRAL.replace(
 THINKING = HERMES.replace(
     "<|assistant|>\n", "<|assistant|>\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
 )
-TEMPLATES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral with [ARGS]": MISTRAL_ARGS}
+# Names of its channels and recipients are gpt-oss's; it takes thoughts and content of a call only one at a time.
+HARMONY = (
+    "{% if tools %}<|start|>developer<|message|>namespace functions {% for tool in tools %}\n{{ tool | tojson }}"
+    "{% endfor %}<|end|>{% endif %}{% for m in messages %}{% if m.tool_calls %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('both content and thinking') }}{% endif %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking or m.content }}<|end|>"
+    "<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'tool' %}<|start|>functions to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}"
+    "<|end|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}<|start|>assistant"
+)
+TEMPLATES = {
+    "harmony": HARMONY,
+    "hermes": HERMES,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "mistral with [ARGS]": MISTRAL_ARGS,
+}

@@ -52,6 +52,8 @@ class Message:
         found: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             found["tool_calls"] = [each.as_variable() for each in self.tool_calls]
+        if self.tool_calls and self.reasoning and not self.content:
+            found["thinking"] = self.reasoning  # gpt-oss's name for it, not accepted together with content
         others = {"tool_call_id": self.tool_call_id, "name": self.name, "reasoning_content": self.reasoning}
         return found | {name: value for name, value in others.items() if value is not None}
 

@@ -144,7 +144,7 @@ def test_a_reply_that_may_call_says_something_else(servers: dict[str, RunningSer
         assert message.content == free  # of none
 
 
-@pytest.mark.parametrize("template", ["lines", "hermes", "mistral"])
+@pytest.mark.parametrize("template", ["lines", "hermes", "mistral", "harmony"])
 def test_results_of_calls_are_in_the_next_prompt(servers: dict[str, RunningServer], template: str) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Rome"}'}}
     said: Any = [

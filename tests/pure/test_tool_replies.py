@@ -2,12 +2,14 @@
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hetero_ee.config import demo_model_folder
+from hetero_ee.decoding.channels import END as END_OF_MESSAGE
 from hetero_ee.decoding.constrained.constraint import Constraint
 from hetero_ee.decoding.constrained.grammars import Grammars
 from hetero_ee.options.sampling import SamplingParams
@@ -16,7 +18,8 @@ from hetero_ee.serving.tools.reply import RepeatedCalls
 from hetero_ee.serving.tools.reply_grammar import ReplyGrammar
 from hetero_ee.serving.tools.reply_reader import ARGUMENTS, CALLED, SAID, THOUGHT, Piece, ReplyReader
 from hetero_ee.serving.tools.tool import Tool, ToolUse
-from hetero_ee.serving.tools.tool_format import FORMATS, MARKERS, ToolFormat, recognised
+from hetero_ee.serving.tools.tool_format import FORMATS, HARMONY, MARKERS, ToolFormat, recognised
+from hetero_ee.text.chat_template import Message, ToolCall
 from hetero_ee.text.tokenizer import Tokenizer
 from tests.chat_support import LINES
 from tests.tool_templates import TEMPLATES, THINKING
@@ -36,7 +39,7 @@ TOOLS = (
     Tool("weather_now", "", {"type": "object", "properties": {}, "additionalProperties": False, "not": {"const": 3}}),
 )
 NAMES = ("weather", "weather_now")
-KINDS = {form.name: form for form, _ in FORMATS}
+KINDS = {form.name: form for form, _ in FORMATS if form is not HARMONY}
 
 
 def use(**changes: Any) -> ToolUse:
@@ -124,6 +127,40 @@ def read(text: str, form: ToolFormat | None, draw: random.Random, **more: Any) -
 def test_messages_of_the_channel_analysis_are_thoughts(text: str, expected: list[tuple[str, str, int]]) -> None:
     for seed in range(10):
         assert read(text, None, random.Random(seed), has_channels=True) == expected
+
+
+ROME = '{"place": "Rome"}'
+CALLS_OF_MESSAGES = (
+    "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>",
+    "<|channel|>commentary to=functions.weather<|message|>",
+    " to=functions.weather<|channel|>commentary json<|message|>",
+)
+THOUGHT_FIRST = "<|channel|>analysis<|message|>Hm {1}.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("head", CALLS_OF_MESSAGES)
+def test_messages_call_tools_in_their_heads(setting: Setting, head: str) -> None:
+    lets, grammar = setting.lets, setting.grammar.of_messages(use())
+    assert lets(grammar, head + ROME) == lets(grammar, THOUGHT_FIRST + head + ROME) == "ends"
+    assert lets(grammar, head.replace("weather", "weather_now") + "{}") == "ends"
+    assert lets(grammar, head + '{"place": "Oslo"}') == lets(grammar, head.replace("weather", "weth") + "{}") == "no"
+    assert lets(grammar, THOUGHT_FIRST + "<|channel|>final<|message|>Yes {") == "may end"
+    assert lets(grammar, THOUGHT_FIRST) == lets(grammar, head) == "goes on"
+    required = setting.grammar.of_messages(use(is_required=True))
+    assert lets(required, THOUGHT_FIRST + head + ROME) == "ends"
+    assert lets(required, "<|channel|>final<|message|>Yes") == "no"
+    for seed in range(5):
+        found = read(
+            (THOUGHT_FIRST + head + ROME).replace(END_OF_MESSAGE, ""), HARMONY, random.Random(seed), has_channels=True
+        )
+        assert found == [(THOUGHT, "Hm {1}.", 0), (CALLED, "weather", 0), (ARGUMENTS, ROME, 0)]
+
+
+def test_answers_on_channels_match_a_schema(setting: Setting) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    grammar = setting.grammar.of_messages(ToolUse(), schema)
+    assert setting.lets(grammar, THOUGHT_FIRST + '<|channel|>final<|message|>{"a": 1}') == "ends"
+    assert setting.lets(grammar, "<|channel|>final<|message|>So") == setting.lets(grammar, '{"a": 1}') == "no"
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -287,3 +324,10 @@ def test_other_templates_are_not() -> None:
     assert recognised(THINKING) is not None
     assert recognised(LINES) is None and recognised("{{ tools }} <function=a>") is None
     assert recognised(TEMPLATES["hermes"].replace("tools", "things")) is None
+
+
+def test_thoughts_before_a_call_have_the_name_that_gpt_oss_reads() -> None:
+    message = Message("assistant", "", (ToolCall("1", "weather", {}),), reasoning="Hm.")
+    assert message.as_variable()["thinking"] == message.as_variable()["reasoning_content"] == "Hm."
+    for other in (replace(message, content="I look."), replace(message, tool_calls=())):
+        assert "thinking" not in other.as_variable()

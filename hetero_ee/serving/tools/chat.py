@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hetero_ee.decoding.channels import CHANNEL, THINK
+from hetero_ee.decoding.channels import CHANNEL, END, THINK
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.serving.errors import RequestError
@@ -87,7 +87,7 @@ async def prepared(
         is_thinking,
         use.is_required,
         CHANNEL in template,
-        {token_id: marker for marker, token_id in special.items()},
+        {token_id: marker for marker, token_id in special.items() if marker != END},
     )
     return replace(chat, params=await _held(served, chat, use, form, ReplyGrammar(special)))
 
@@ -101,12 +101,16 @@ async def _held(
     if chat.format is not None:
         if form is not None and form.grammar is not None:
             raise RequestError(f"{form.field} and tools are both given; leave one of them out.", form.field)
-        asked = {"grammar": grammar.of_calls(use, chat.format, schema, **how)}
-        return await constrained(served, chat.params, asked, "tools" if form is None else form.field)
+        calls = (
+            grammar.of_messages(use, schema) if chat.has_channels else grammar.of_calls(use, chat.format, schema, **how)
+        )
+        return await constrained(served, chat.params, {"grammar": calls}, "tools" if form is None else form.field)
     if form is None:
         return chat.params
     asked = form.changes
-    if schema is not None and chat.thinks:
+    if schema is not None and chat.has_channels:
+        asked = {"grammar": grammar.of_messages(use, schema)}
+    elif schema is not None and chat.thinks:
         asked = {"grammar": grammar.of_schema(schema, is_thinking=chat.is_thinking)}
     return await constrained(served, chat.params, asked, form.field)
 

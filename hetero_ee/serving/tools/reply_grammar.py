@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hetero_ee.decoding.channels import THINK, THINK_END
+from hetero_ee.decoding.channels import ANALYSIS, CHANNEL, CONSTRAIN, END, MESSAGE, START, THINK, THINK_END
 from hetero_ee.decoding.constrained.grammars import JSON_STYLE
 from hetero_ee.serving.tools.tool import ToolUse
-from hetero_ee.serving.tools.tool_format import ToolFormat
+from hetero_ee.serving.tools.tool_format import RECIPIENT, ToolFormat
 
 TEXT = r"TEXT: /(.|\n)*/"
 
@@ -50,9 +50,27 @@ class ReplyGrammar:
             rules += self._free_rules(form, calls, is_thought=thinks or is_thinking)
         for n, tool in enumerate(tools):
             rules.append(f"body_{n}: {self._literal(form.named(tool.name))} args_{n} {self._literal(form.tail)}")
-            # Keywords that can't be enforced are dropped unless the tool is strict.
-            rules.append(f"args_{n}: %json {_styled(tool.parameters, lenient=not tool.is_strict)}")
-        return "\n".join(rules) + "\n"
+        return "\n".join(rules + _arguments(use)) + "\n"
+
+    def of_messages(self, use: ToolUse, answer: Mapping[str, Any] | None = None) -> str:
+        """Return the grammar of a reply of gpt-oss: messages, the last of which is a call or the answer.
+
+        A call names its tool before or after its channel, as the model writes it. `answer` is the answer's schema.
+        """
+        final = "TEXT" if answer is None else f"%json {_styled(answer)}"
+        last = [] if use.is_required else [f"{self._literal(f'{CHANNEL}final{MESSAGE}')} {final}"]
+        for n, tool in enumerate(use.callable_tools):
+            name = _quoted(RECIPIENT + tool.name)
+            last.append(f"({name} channel COMMENTARY | channel COMMENTARY {name}) form args_{n}")
+        rules = [
+            f'start: (channel ("{ANALYSIS}" | COMMENTARY) {self._literal(MESSAGE)} said)* ({" | ".join(last)})',
+            f"said: thought {self._literal(f'{START}assistant')}",
+            f"form: (/ ?/ {self._literal(CONSTRAIN)})? / ?(json)?/ {self._literal(MESSAGE)}",
+            f"channel: {self._literal(CHANNEL)}",
+            'COMMENTARY: "commentary"',
+            self._up_to(END),
+        ]
+        return "\n".join([*rules, TEXT, *_arguments(use)]) + "\n"
 
     def of_schema(self, schema: Mapping[str, Any], *, is_thinking: bool) -> str:
         """Return the grammar of a reply that thinks, or continues to if is_thinking, and then matches the schema."""
@@ -73,10 +91,11 @@ class ReplyGrammar:
     def _thought(self, *, thinks: bool, is_thinking: bool) -> tuple[str, list[str]]:
         if not thinks:
             return "", []
-        end = self._literal(THINK_END)
-        rule = f"thought: TEXT {end}" if THINK_END in self._special_ids else f"thought[lazy]: TEXT {end}"
         begin = "thought BLANK" if is_thinking else f"({self._literal(THINK)} thought BLANK)?"
-        return begin, [rule, r"BLANK: /\n{0,2}/"]
+        return begin, [self._up_to(THINK_END), r"BLANK: /\n{0,2}/"]
+
+    def _up_to(self, end: str) -> str:
+        return f"thought{'' if end in self._special_ids else '[lazy]'}: TEXT {self._literal(end)}"
 
     def _literal(self, text: str) -> str:
         """Return `text` as a literal in which special tokens are given by their ids."""
@@ -84,6 +103,14 @@ class ReplyGrammar:
         return " ".join(
             f"<[{self._special_ids[each]}]>" if each in self._special_ids else _quoted(each) for each in parts
         )
+
+
+def _arguments(use: ToolUse) -> list[str]:
+    """Return a rule per tool. Keywords that can't be enforced are dropped unless the tool is strict."""
+    return [
+        f"args_{n}: %json {_styled(tool.parameters, lenient=not tool.is_strict)}"
+        for n, tool in enumerate(use.callable_tools)
+    ]
 
 
 def _quoted(text: str) -> str:

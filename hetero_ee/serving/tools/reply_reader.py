@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hetero_ee.decoding.channels import ANALYSIS, CHANNEL, MESSAGE, START, THINK, THINK_END
-from hetero_ee.serving.tools.tool_format import ToolFormat
+from hetero_ee.serving.tools.tool_format import RECIPIENT, ToolFormat
 
 THOUGHT, SAID, CALLED, ARGUMENTS = "thought", "said", "called", "arguments"
 
@@ -66,7 +66,7 @@ class ReplyReader:
             return _piece(THOUGHT, rest)
         if self._state == self._message:
             return _piece(self._kind, rest)
-        if self._state == self._head and not rest.startswith((CHANNEL, START)):
+        if self._state == self._head and not rest.startswith((CHANNEL, START, RECIPIENT)):
             return _piece(SAID, rest)
         return _piece(SAID, rest) if self._state in (self._begin, self._say, self._say_all) else []
 
@@ -87,11 +87,16 @@ class ReplyReader:
     def _head(self) -> list[Piece] | None:
         """Read the head of a message, which ends with MESSAGE. A reply without heads is content."""
         head, found, rest = self._buffer.partition(MESSAGE)
+        recipient = head.partition(RECIPIENT)[2]
+        name = max((each for each in self._names if recipient.startswith(each)), key=len, default=None)
+        if found and name is not None:
+            self._buffer = rest
+            return self._called(name)
         if found:
             is_thought = head.partition(CHANNEL)[2].startswith(ANALYSIS)
             self._buffer, self._kind, self._state = rest, THOUGHT if is_thought else SAID, self._message
             return []
-        if not any(each.startswith(head[: len(each)]) for each in (CHANNEL, START)):
+        if not any(each.startswith(head[: len(each)]) for each in (CHANNEL, START, RECIPIENT)):
             self._state = self._say
             return []
         return None
@@ -149,13 +154,16 @@ class ReplyReader:
         head = next((each for each in heads if self._buffer.startswith(each)), None)
         if head is not None:
             self._take(len(head))
-            self._state, self._scanner = self._argue, _ObjectScanner()
-            self.n_calls += 1
-            return [Piece(CALLED, heads[head], self.n_calls - 1)]
+            return self._called(heads[head])
         if self.n_calls == 0 and not any(each.startswith(self._buffer) for each in heads):
             self._state = self._say_all  # a reply that no grammar held
             return []
         return None
+
+    def _called(self, name: str) -> list[Piece]:
+        self._state, self._scanner = self._argue, _ObjectScanner()
+        self.n_calls += 1
+        return [Piece(CALLED, name, self.n_calls - 1)]
 
     def _argue(self) -> list[Piece] | None:
         text = self._take(self._scanner.length(self._buffer))

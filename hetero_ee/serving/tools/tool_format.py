@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from hetero_ee.decoding.channels import CHANNEL, MESSAGE, START, THINK, THINK_END
+from hetero_ee.decoding.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START, THINK, THINK_END
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,18 @@ MISTRAL = ToolFormat(
     closing="]",
     short_ids=True,
 )
+RECIPIENT = " to=functions."  # before a tool's name, in the head of a message
+HARMONY = ToolFormat("harmony", CHANNEL, f"{CHANNEL}commentary{RECIPIENT}", f" {CONSTRAIN}json{MESSAGE}", "")
 # What a template has to hold, all of it, the first that does; see docs/server.md.
 FORMATS: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
+    (HARMONY, (CHANNEL, "functions.")),
     (MISTRAL_ARGS, (CALLS, "[ARGS]")),
     (MISTRAL, (CALLS,)),
     (HERMES, (CALL, '"arguments"')),
     (HERMES, (CALL, "arguments | tojson")),
     (LLAMA, ('"parameters"', "ipython")),
 )
-MARKERS = (THINK, THINK_END, CALL, "</tool_call>", CALLS, "[ARGS]", CHANNEL, MESSAGE, START)
+MARKERS = (THINK, THINK_END, CALL, "</tool_call>", CALLS, "[ARGS]", CHANNEL, MESSAGE, START, END, CONSTRAIN)
 
 
 def recognised(template: str) -> ToolFormat | None:
