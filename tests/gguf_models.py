@@ -13,6 +13,8 @@ CONTROL, NORMAL, UNKNOWN, BYTE = 3, 1, 2, 6
 ARCHITECTURES = {"qwen3_5_text": "qwen35", "mistral": "llama", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}
 ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe", "gpt_oss": "gpt-oss"}
 ARCHITECTURES |= {"lfm2_moe": "lfm2moe", "nemotron_h": "nemotron_h_moe"}
+ARCHITECTURES |= {"qwen3_next": "qwen3next", "glm4_moe": "glm4moe"}
+ARCHITECTURES |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2")
 ARCHITECTURES |= {"olmo3": "olmo2", "ministral3": "mistral3"}  # where model_type is another
 TOKENIZER_KEYS = ("tokenizer.ggml.pre",)  # which can be changed beside a tokenizer
 INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
@@ -31,6 +33,7 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
     config, tokenizer = model.config, changes.pop("tokenizer", None)
     config.allow_global_per_layer_attribute_access = True  # transformers' word for fields of Gemma 4's layers
     is_fused = changes.pop("is_fused", False)  # whether gate and up of all experts are one tensor
+    is_old = changes.pop("is_old", False)  # whether modules that newer files split are one tensor
     factors, part_tensors = changes.pop("factors", {}), changes.pop("part_tensors", 0)
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=part_tensors)
@@ -64,9 +67,20 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
         if ".experts." in name:
             held[name] = _experts(writer, name, values, arch, types, is_fused)
             continue
+        if not is_old and (split := _split(name, values, config)):
+            parts, joined = split
+            written = []
+            for part, of_part in parts.items():
+                full = f"blk.{name.split('.')[2]}.{part}.weight"
+                kind = gguf.GGMLQuantizationType[types(full)]
+                data = packed(of_part.flatten(0, -2).contiguous().numpy(), kind)
+                writer.add_tensor(full, data.reshape(*of_part.shape[:-1], -1), raw_dtype=kind)
+                written.append(torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view(of_part.shape))
+            held[name] = joined(*written)
+            continue
         if ".linear_attn." in name:
             kind = gguf.GGMLQuantizationType[types(found) if values.dim() == 2 else "F32"]
-            made, back = _linear_attention(name.rpartition("linear_attn.")[2], values, config)
+            made, back = _linear_attention(name.rpartition("linear_attn.")[2], values, config, arch)
             data = packed(made.numpy(), kind)
             writer.add_tensor(found, data, raw_dtype=kind)
             held[name] = back(torch.from_numpy(np.array(gguf.quants.dequantize(data, kind)))).view_as(values)
@@ -74,7 +88,7 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
         values = values.flatten(1) if values.dim() == 3 else values
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         turns = arch in INTERLEAVED and heads is not None
-        added = float(arch in (*GEMMA, "qwen35", "qwen35moe") and name.endswith("norm.weight"))
+        added = float(arch in (*GEMMA, "qwen35", "qwen35moe", "qwen3next") and name.endswith("norm.weight"))
         is_matrix = values.dim() > 1 and not name.endswith(
             ("conv.conv.weight", "gate.weight", "router.weight", "router.proj.weight")
         )
@@ -237,7 +251,9 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
             "{arch}.rope.scaling.factor": float(rope["factor"]),
             "{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
-    if arch in ("qwen35", "qwen35moe"):
+    if arch in ("deepseek2", "glm4moe"):
+        return _metadata_of_routed(config, arch)
+    if arch in ("qwen35", "qwen35moe", "qwen3next"):
         experts = {} if arch == "qwen35" else _metadata_of_experts(config, config.moe_intermediate_size)
         if experts:
             experts["{arch}.expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
@@ -245,7 +261,7 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
             "{arch}.attention.key_length": config.head_dim,
             "{arch}.attention.value_length": config.head_dim,
             "{arch}.rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
-            "{arch}.rope.dimension_sections": [1, 1, 1, 0],
+            "{arch}.rope.dimension_sections": None if arch == "qwen3next" else [1, 1, 1, 0],
             "{arch}.full_attention_interval": 2,
             "{arch}.ssm.conv_kernel": config.linear_conv_kernel_dim,
             "{arch}.ssm.state_size": config.linear_key_head_dim,
@@ -298,6 +314,48 @@ def _experts(writer: Any, name: str, values: Tensor, arch: str, types: Types, is
     return found if is_bias or not is_paired else found.transpose(1, 2).contiguous()
 
 
+def _metadata_of_routed(config: Any, arch: str) -> dict[str, Any]:
+    """Of DeepSeek's and GLM's experts, and of latent attention in files with attn_k_b."""
+    has_bias = config.model_type != "deepseek_v2"
+    found = {
+        "{arch}.leading_dense_block_count": getattr(config, "first_k_dense_replace", 1),
+        "{arch}.expert_count": config.n_routed_experts,
+        "{arch}.expert_used_count": config.num_experts_per_tok,
+        "{arch}.expert_shared_count": config.n_shared_experts,
+        "{arch}.expert_feed_forward_length": config.moe_intermediate_size,
+        "{arch}.expert_weights_scale": float(config.routed_scaling_factor),
+        "{arch}.expert_weights_norm": bool(config.norm_topk_prob) if has_bias else None,
+        "{arch}.expert_gating_func": 2 if has_bias else 1,
+        "{arch}.expert_group_count": config.n_group,
+        "{arch}.expert_group_used_count": config.topk_group,
+    }
+    if arch == "glm4moe":
+        turning = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+        return (
+            found
+            | {"{arch}.rope.dimension_count": turning, "{arch}.attention.key_length": config.head_dim}
+            | {"{arch}.attention.value_length": config.head_dim}
+        )
+    rope = config.rope_parameters
+    if rope["rope_type"] == "yarn":
+        found |= {
+            "{arch}.rope.scaling.type": "yarn",
+            "{arch}.rope.scaling.factor": float(rope["factor"]),
+            "{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "{arch}.rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+        }
+    return found | {
+        "{arch}.attention.head_count_kv": 1,
+        "{arch}.attention.q_lora_rank": config.q_lora_rank,
+        "{arch}.attention.kv_lora_rank": config.kv_lora_rank,
+        "{arch}.attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "{arch}.attention.value_length": config.kv_lora_rank,
+        "{arch}.attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "{arch}.attention.value_length_mla": config.v_head_dim,
+        "{arch}.rope.dimension_count": config.qk_rope_head_dim,
+    }
+
+
 def _metadata_of_nemotron(config: Any) -> Mapping[str, Any]:
     sizes = {"moe": config.moe_intermediate_size, "mlp": config.intermediate_size}
     kinds, n_kv_heads = config.layers_block_type, config.num_key_value_heads
@@ -348,8 +406,33 @@ def _metadata_of_gemma_4(config: Any) -> Mapping[str, Any]:
     }
 
 
-def _linear_attention(name: str, values: Tensor, config: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """A tensor as llama.cpp's converter writes it, and the way back. Value heads are tiled over key heads."""
+def _split(name: str, values: Tensor, config: Any) -> tuple[dict[str, Tensor], Callable[..., Tensor]] | None:
+    """A module's rows in the tensors of newer files, and the way back; None for modules that no file splits."""
+    if name.endswith("kv_b_proj.weight"):
+        n_plain, n_heads = config.qk_nope_head_dim, config.num_attention_heads
+        by_head = values.view(n_heads, -1, values.shape[1])
+        parts = {"attn_k_b": by_head[:, :n_plain].transpose(1, 2), "attn_v_b": by_head[:, n_plain:]}
+        return parts, lambda key, value: torch.cat([key.transpose(1, 2), value], 1).flatten(0, 1)
+    if name.endswith("in_proj_qkvz.weight"):
+        n_keys, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
+        value_size = config.linear_num_value_heads // n_keys * config.linear_value_head_dim
+        sizes = [key_dim, key_dim, value_size, value_size]
+        index = torch.arange(len(values)).view(n_keys, -1).split(sizes, 1)
+        order = torch.cat([each.flatten() for each in index])
+        n_first = n_keys * (2 * key_dim + value_size)
+        parts = {"attn_qkv": values[order[:n_first]], "attn_gate": values[order[n_first:]]}
+        return parts, lambda first, gate: torch.cat([first, gate])[order.argsort()]
+    return None
+
+
+def _linear_attention(name: str, values: Tensor, config: Any, arch: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A tensor as llama.cpp's converter writes it, and the way back. Qwen3.5's value heads are tiled over key heads."""
+    if arch == "qwen3next":
+        return (
+            (-values.exp(), lambda x: (-x).log())
+            if name == "A_log"
+            else (values.flatten(1) if values.dim() > 1 else values, lambda x: x)
+        )
     n_keys, n_values = config.linear_num_key_heads, config.linear_num_value_heads
     heads = torch.arange(n_values).view(n_keys, -1).T.flatten()
     features = (heads[:, None] * config.linear_value_head_dim + torch.arange(config.linear_value_head_dim)).flatten()

@@ -1,7 +1,7 @@
 """Map this engine's tensor names to tensors of Hugging Face checkpoints, whose rows are stacked."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_ee.layers.attention import AttentionSpec
@@ -13,6 +13,7 @@ from hetero_ee.layers.tensors import TensorSpec
 from hetero_ee.models.blocks import Block
 from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.families import FAMILIES
+from hetero_ee.models.families.family import SPLIT
 from hetero_ee.models.spec import ModelSpec
 
 # Buffers in old checkpoints; the engine computes them from the configuration.
@@ -73,7 +74,7 @@ class Part:
     shape: tuple[int, ...]
     added: float = 0.0  # constant to add to each value of the checkpoint
     picked: tuple[int, Sequence[int]] | None = None  # of each group of this many rows, those to read, in order
-    n_experts: int = 0  # experts that the tensor's first dimension counts; 0 for tensors of one expert and others
+    n_experts: int = 0  # experts or heads that the tensor's first dimension counts; 0 for matrices of one, and others
     is_transposed: bool = False  # an expert's matrix is stored (in, out)
     n_turned: int = 0  # number of equal parts of the picked rows that are transposed; 0 for none
     expert: int | None = None  # index of the expert, if it is a tensor of one
@@ -93,7 +94,7 @@ class Part:
         return n_rows if self.picked is None else n_rows // self.picked[0] * len(self.picked[1])
 
 
-def checkpoint_parts(spec: ModelSpec, present: Collection[str] | None = None) -> dict[str, list[Part]]:
+def checkpoint_parts(spec: ModelSpec, present: Container[str] | None = None) -> dict[str, list[Part]]:
     """Map every tensor of the model to the checkpoint's tensors that are stacked in it. Source: transformers.
 
     Args:
@@ -114,26 +115,32 @@ def unused_tensors(spec: ModelSpec) -> set[str]:
     }
 
 
-def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec, present: Collection[str] | None) -> list[Part]:
+def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec, present: Container[str] | None) -> list[Part]:
     suffix = ".bias" if tensor.name.endswith("_bias") else ".weight"
     room, _, rest = tensor.name.removesuffix("_bias").partition(".")
     layer, _, short = rest.partition(".")
     pattern = f"layers.{{n}}.{short}" if room == "layers" else f"{room}.{rest}"
-    modules, mixer = FAMILIES[spec.architecture].tensor_names[pattern], block.mixer
+    names, mixer = FAMILIES[spec.architecture].tensor_names, block.mixer
+    modules, split = names[pattern], names.get(pattern + SPLIT, ())
+    is_split = bool(split) and present is not None and split[0].format(n=layer) + suffix in present
+    modules = split if is_split else modules
     if isinstance(mixer, MoeSpec) and short.rpartition(".")[2] in (mixer.first, "down"):
-        names = [name.replace("{n}", layer) for name in modules]
-        return _of_experts(names, tensor, mixer, FAMILIES[spec.architecture].pairs_experts, present)
+        own = [name.replace("{n}", layer) for name in modules]
+        return _of_experts(own, tensor, mixer, FAMILIES[spec.architecture].pairs_experts, present)
     sizes = () if mixer is None else mixer.row_sizes(short.rpartition(".")[2])
     if len(modules) == 1 or not sizes:
         sizes = (tensor.shape[0] // len(modules),) * len(modules)
     parts = [Part(module, (rows, *tensor.shape[1:])) for module, rows in zip(modules, sizes, strict=False)]
     if isinstance(mixer, AttentionSpec) and pattern.endswith(".qkv") and len(modules) > 1:
         parts = _of_heads(parts, mixer)
-    picks = () if mixer is None or len(set(modules)) > 1 else mixer.picked_rows(short.rpartition(".")[2])
+    picks = () if mixer is None or is_split or len(set(modules)) > 1 else mixer.picked_rows(short.rpartition(".")[2])
     if picks:
         n_rows = tensor.shape[0] // sum(len(rows) for _, rows in picks) * picks[0][0]
         parts = [Part(modules[0], (n_rows, *tensor.shape[1:]), picked=each) for each in picks]
-    if isinstance(mixer, LatentAttentionSpec) and short.endswith(KEY_UP):
+    if isinstance(mixer, LatentAttentionSpec) and is_split:
+        by_head = mixer.n_heads, tensor.shape[0] // mixer.n_heads, tensor.shape[1]
+        parts = [Part(modules[0], by_head, n_experts=mixer.n_heads)]
+    elif isinstance(mixer, LatentAttentionSpec) and short.endswith(KEY_UP):
         stored = mixer.n_heads * picks[0][0], mixer.kv_rank
         parts = [replace(parts[0], shape=stored, n_turned=mixer.n_heads)]
     if isinstance(mixer, PerLayerSpec) and pattern.endswith(".context"):  # all layers' are one tensor
@@ -143,12 +150,12 @@ def _parts(spec: ModelSpec, block: Block, tensor: TensorSpec, present: Collectio
     if pattern.endswith(".conv") and len(tensor.shape) > 1:  # weights of a convolution by channel
         parts = [replace(part, shape=(part.shape[0], 1, *part.shape[1:])) for part in parts]
     added = spec.norm_offset if tensor.name.endswith("norm") and not tensor.name.endswith(GATED_NORM) else 0.0
-    names = [part.hf_name.format(n=layer) + ("" if part.hf_name.endswith(PARAMETERS) else suffix) for part in parts]
-    return [replace(part, hf_name=name, added=added) for part, name in zip(parts, names, strict=True)]
+    full = [part.hf_name.format(n=layer) + ("" if part.hf_name.endswith(PARAMETERS) else suffix) for part in parts]
+    return [replace(part, hf_name=name, added=added) for part, name in zip(parts, full, strict=True)]
 
 
 def _of_experts(
-    modules: Sequence[str], tensor: TensorSpec, moe: MoeSpec, is_paired: bool, present: Collection[str] | None
+    modules: Sequence[str], tensor: TensorSpec, moe: MoeSpec, is_paired: bool, present: Container[str] | None
 ) -> list[Part]:
     """Describe the rows of experts: one tensor of all experts or several tensors of each.
 

@@ -145,9 +145,7 @@ class Checkpoint:
             refuse_non_finite(tensor, part.hf_name, self._located[part.hf_name].file)
             tensor = tensor.transpose(-1, -2) if part.is_transposed and tensor.dim() == 3 else tensor
         tensor, rows = tensor.reshape(part.stored_shape), engine_order(part)
-        tensor = tensor if rows is None else tensor[rows]
-        if part.n_turned:
-            tensor = tensor.view(part.n_turned, -1, tensor.shape[1]).transpose(1, 2).flatten(0, 1)
+        tensor = turned(part, tensor if rows is None else tensor[rows])
         return tensor.float() + part.added if part.added else tensor
 
     def _kind(self, part: Part) -> torch.dtype:
@@ -282,6 +280,11 @@ def weight_files(folder: Path) -> list[Path]:
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     advice = f"; rename {_printable(others[0])} to {SINGLE_FILE} if it is the whole model" if len(others) == 1 else ""
     raise CheckpointError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} exists{advice}.")
+
+
+def turned(part: Part, rows: Tensor) -> Tensor:
+    """Return a part's picked rows in this engine's layout, see Part.n_turned."""
+    return rows.view(part.n_turned, -1, rows.shape[1]).transpose(1, 2).flatten(0, 1) if part.n_turned else rows
 
 
 def _in_each(order: Tensor, n_rows: int) -> Tensor:

@@ -11,7 +11,7 @@ from hetero_ee.hub.gguf.architectures import architecture_of, predicting_layers
 from hetero_ee.hub.gguf.config import ROPE_TENSORS
 from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.gguf.header import GgufTensor, tensor_bytes
-from hetero_ee.hub.gguf.names import INTERLEAVED, fused_experts, gguf_name
+from hetero_ee.hub.gguf.names import INTERLEAVED, PresentNames, gguf_name
 from hetero_ee.hub.gguf.parts import read_model_header
 from hetero_ee.layers.tensors import TensorSpec
 from hetero_ee.models.blocks import all_tensors
@@ -19,11 +19,12 @@ from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.hf_names import Part, checkpoint_parts, engine_order, unused_tensors
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.blocks import HALF_ROUNDING, KeptCodes, RowBlocks, kept_tiles
-from hetero_ee.weights.checkpoint import Checkpoint, kept_layout, refuse, refuse_non_finite
+from hetero_ee.weights.checkpoint import Checkpoint, kept_layout, refuse, refuse_non_finite, turned
 from hetero_ee.weights.gguf_blocks import FLOATS, KEPT, ROUNDED, floats
 from hetero_ee.weights.quantizers import Workers
 
-IGNORED_SUFFIXES = (".attn_rot_embd.weight", ".rope_freqs.weight")  # of old files; computed instead
+# Of old files, which are computed, and a copy of attn_k_b and attn_v_b.
+IGNORED_SUFFIXES = (".attn_rot_embd.weight", ".rope_freqs.weight", ".attn_kv_b.weight")
 
 
 class GgufCheckpoint:
@@ -37,7 +38,7 @@ class GgufCheckpoint:
         self.folder, self.spec, self.files = folder, spec, files
         self._header = read_model_header(files)
         self._architecture = architecture_of(self._header)
-        self._parts = checkpoint_parts(spec, fused_experts(self._header))
+        self._parts = checkpoint_parts(spec, PresentNames(self._header))
         self._roles = {tensor.name: tensor.role for tensor in self.tensors()}
         self._check_shapes(self._header.file)
 
@@ -79,12 +80,12 @@ class GgufCheckpoint:
             values = torch.log(-values)
         refuse_non_finite(values, tensor.name, tensor.file)
         order = self._order(part)
-        return values if order is None else values[order]
+        return turned(part, values if order is None else values[order])
 
     def _blocks(self, part: Part) -> RowBlocks | None:
         """Return a part as blocks, or None if blocks cannot keep its type. Non-finite scales never become tiles."""
         tensor = self._tensor(part)
-        if tensor.type.name not in KEPT:
+        if tensor.type.name not in KEPT or part.n_turned:
             return None
         raw, order = self._raw(part), self._order(part)
         blocks = RowBlocks(len(raw), lambda rows: KEPT[tensor.type.name](raw[rows]))

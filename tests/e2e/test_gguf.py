@@ -85,6 +85,8 @@ GEMMA_3 = {
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 MINISTRAL_3_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 OLMO_3_ROPE = {"sliding_attention": PLAIN_ROPE, "full_attention": PLAIN_ROPE}
+LATENT = {"moe_intermediate_size": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+LATENT |= {"v_head_dim": 32, "num_key_value_heads": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama-tied", {}),  # with biases, which are turned too
@@ -106,6 +108,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"moe_intermediate_size": 32, "mamba_head_dim": 32}
         | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"]},
     ),
+    "qwen3-next": (
+        "qwen3-next",
+        {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_hidden_layers": 4}
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "norm_topk_prob": True}
+        | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "glm4-flash": ("glm4-flash", LATENT | {"q_lora_rank": 32}),
+    "deepseek2": ("deepseek2", LATENT),
+    "deepseek3": (
+        "deepseek3",
+        LATENT
+        | {"q_lora_rank": 32, "rope_interleave": True}
+        | {"rope_parameters": YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}},
+    ),
+    "glm4.5": ("glm4.5", {"moe_intermediate_size": 32, "head_dim": 32}),
     "phi3": ("phi3", {}),
     "gemma": ("gemma", {"head_dim": 16, "attention_bias": False}),
     "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16}),

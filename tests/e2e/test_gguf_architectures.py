@@ -25,7 +25,7 @@ from tests.families import YARN_ROPE, random_model
 from tests.gguf_models import write_gguf
 
 pytest.importorskip("gguf")
-KINDS = ["gemma2", "gemma3", "olmo2", "olmo3", "granite", "starcoder2", "stablelm", "glm4", "smollm3"]
+KINDS = ["glm4-flash", "deepseek2", "deepseek3", "glm4.5", "qwen3-next", "gemma2", "gemma3", "olmo2", "olmo3", "granite", "starcoder2", "stablelm", "glm4", "smollm3"]
 KINDS += [
     "qwen3.5",
     "qwen3-moe",
@@ -170,6 +170,8 @@ def test_llama_cpp_computes_the_same_of_these_files(tmp_path: Path, name: str) -
     vocab_size = read_spec(demo_model_folder()).vocab_size
     if name == "gpt-oss":  # llama.cpp always begins and ends YaRN's blend at whole pairs
         sizes = sizes | {"rope_parameters": YARN_ROPE | {"rope_theta": 150000.0}}
+    if name == "deepseek2":  # it knows V2-Lite by its 27 layers, and scores groups as V3 does
+        sizes = sizes | {"num_hidden_layers": 27, "n_group": 1, "topk_group": 1}
     model = random_model(family, **(SMALL | sizes | {"vocab_size": vocab_size}))
     file, is_fused = tmp_path / "m.gguf", name == "gemma4-moe"
     write_gguf(model, file, lambda _: "F32", tokenizer=demo_model_folder(), is_fused=is_fused)

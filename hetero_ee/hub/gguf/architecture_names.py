@@ -8,7 +8,23 @@ then the file's keys.
 AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 EXPERTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 QWEN_EXPERTS = EXPERTS | {"moe_intermediate_size": "expert_feed_forward_length"}
+ROUTED = QWEN_EXPERTS | {
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
+DEEPSEEK_FIELDS = ROUTED | {
+    "first_k_dense_replace": "leading_dense_block_count",
+    "head_dim": "rope.dimension_count",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+}
 FUSED = {"mlp.experts.gate_up_proj": "ffn_gate_up_exps"}
+ROUTED_NAMES = FUSED | {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
 LINEAR = {
     "full_attention_interval": "full_attention_interval",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
@@ -20,6 +36,8 @@ LINEAR_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.conv1d": "ssm_conv1d",
@@ -48,14 +66,8 @@ LFM_2_EXPERTS = {
     "feed_forward.experts.w3": "ffn_up_exps",
     "feed_forward.experts.w2": "ffn_down_exps",
 }
-NEMOTRON_FIELDS = QWEN_EXPERTS | {
-    "n_routed_experts": "expert_count",
+NEMOTRON_FIELDS = ROUTED | {
     "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-    "n_shared_experts": "expert_shared_count",
-    "routed_scaling_factor": "expert_weights_scale",
-    "norm_topk_prob": "expert_weights_norm",
-    "n_group": "expert_group_count",
-    "topk_group": "expert_group_used_count",
     "mamba_num_heads": "ssm.time_step_rank",
     "n_groups": "ssm.group_count",
     "ssm_state_size": "ssm.state_size",

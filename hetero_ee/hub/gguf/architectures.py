@@ -4,13 +4,14 @@ Source: llama.cpp's converter (conversion/) and graphs (src/models/), and the na
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero_ee.errors import shown
 from hetero_ee.hub.gguf.architecture_names import (
     AFTER_ATTENTION,
     CAPS,
+    DEEPSEEK_FIELDS,
     EXPERTS,
     FUSED,
     GEMMA_4_FIELDS,
@@ -22,6 +23,8 @@ from hetero_ee.hub.gguf.architecture_names import (
     NEMOTRON_FIELDS,
     NEMOTRON_NAMES,
     QWEN_EXPERTS,
+    ROUTED,
+    ROUTED_NAMES,
 )
 from hetero_ee.hub.gguf.header import GgufHeader
 from hetero_ee.models.families.qwen3_5 import TILED_FIELD
@@ -35,6 +38,11 @@ THETA, NEAR_THETA = "rope.freq_base", "rope.freq_base_swa"
 DEFAULT_THETA = 10000.0
 LARGEST_DIVISOR = 1e20  # of frequencies of features that rotate; llama.cpp divides the others by 1e30
 MAX_PREDICTING = 16
+SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
+KEY_VALUE = "key", "value"
+# What a file without the key means, which differs from what config.json does.
+UNSAID = {"n_shared_experts": 0, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+UNSAID |= {"routed_scaling_factor": 1.0, "norm_topk_prob": False}
 GEMMA_2_27B_LAYERS, GEMMA_3_27B_LAYERS = 46, 62
 
 
@@ -50,6 +58,7 @@ class GgufArchitecture:
     is_interleaved: bool = False  # adjacent rows of queries and keys rotate together, not the halves of a head
     rotates_part: bool = False  # only a part of a head rotates
     has_rope_factors: bool = False
+    is_latent: bool = False  # sizes of keys and values are not those of heads
     differs: tuple[str, ...] = ()  # fields whose keys may differ from layer to layer, which `more` reads
     logarithms: tuple[str, ...] = ()  # ends of names of parameters of which files have -e^x
 
@@ -176,26 +185,56 @@ def _stablelm(header: GgufHeader, config: Config) -> Config:
     }
 
 
-def _glm_4(header: GgufHeader, config: Config) -> Config:
+def _one_position(header: GgufHeader) -> None:
     if header.get("rope.dimension_sections") is not None:
         raise header.failure("it rotates by several positions (GLM-4V), which is not supported")
+
+
+def _glm_4(header: GgufHeader, config: Config) -> Config:
+    _one_position(header)
     if n_layers := header.get("nextn_predict_layers"):
         raise header.failure(f"it has {shown(n_layers)} layers that predict further tokens, which are not supported")
     return {}
 
 
+def _glm_4_moe(header: GgufHeader, config: Config) -> Config:
+    _one_position(header)
+    if header.get("expert_gating_func") not in (None, SIGMOID):
+        raise header.failure(f"expert_gating_func is {shown(header.get('expert_gating_func'))}, expected {SIGMOID}")
+    return _said(config, UNSAID) | {"use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors}
+
+
+def _deepseek(header: GgufHeader, config: Config) -> Config:
+    """Return the fields of latent attention. Files with attn_k_b name cached keys' sizes where others have heads'."""
+    key, value = (header.get(f"attention.{n}_length_mla") or header.get(f"attention.{n}_length") for n in KEY_VALUE)
+    n_turning, scores, rope = config["head_dim"], header.get("expert_gating_func"), config["rope_scaling"]
+    if type(key) is not int or type(n_turning) is not int:
+        raise header.failure(f"{shown(n_turning)} of a key's {shown(key)} features rotate, expected two numbers")
+    if scores not in (None, SOFTMAX, SIGMOID) or header.get("attention.temperature_scale"):
+        raise header.failure("its experts' scores or growing queries are those of another family than DeepSeek's")
+    is_biased = any(name.endswith(".exp_probs_b.bias") for name in header.tensors)
+    growth = header.get("rope.scaling.yarn_log_multiplier")
+    if rope["rope_type"] == "yarn" and isinstance(growth, float):  # the converter multiplies it by 0.1
+        rope = rope | {"mscale": growth / 0.1, "mscale_all_dim": growth / 0.1}
+    return _said(config, UNSAID | {"q_lora_rank": 0}) | {
+        "architectures": [f"DeepseekV{3 if scores == SIGMOID or (scores is None and is_biased) else 2}ForCausalLM"],
+        "topk_method": "group_limited_greedy",
+        "qk_nope_head_dim": key - n_turning,
+        "v_head_dim": value,
+        "rope_scaling": rope,
+    }
+
+
+def _said(config: Config, unsaid: Mapping[str, Any]) -> Config:
+    """Return the fields in `unsaid`, with these values where the file has no other."""
+    return {name: config[name] or value for name, value in unsaid.items()}
+
+
 def _qwen_3_5(header: GgufHeader, config: Config) -> Config:
-    """Return Qwen3.5's fields. Its file has the layers that predict further tokens last, and tiles value heads."""
-    n_layers, n_heads, size = (
-        config["num_hidden_layers"],
-        config["linear_num_value_heads"],
-        header.get("ssm.inner_size"),
-    )
-    found: Config = {TILED_FIELD: True}
-    if type(n_layers) is int:
-        n_layers -= predicting_layers(header)
-        has_mtp = f"blk.{n_layers}.nextn.eh_proj.weight" in header.tensors
-        found |= {"num_hidden_layers": n_layers, "mtp_num_hidden_layers": int(has_mtp)}
+    """Return Qwen3.5's fields. Its file tiles value heads."""
+    n_heads, size = config["linear_num_value_heads"], header.get("ssm.inner_size")
+    has_mtp = f"blk.{config['num_hidden_layers']}.nextn.eh_proj.weight" in header.tensors
+    found: Config = {TILED_FIELD: True, "mtp_num_hidden_layers": int(has_mtp)}
     if type(n_heads) is int and type(size) is int and n_heads > 0:
         found["linear_value_head_dim"] = size // n_heads
     return found
@@ -274,6 +313,10 @@ def _qwen_3_5_moe(header: GgufHeader, config: Config) -> Config:
     return _qwen_3_5(header, config) | _qwen_3_moe(header, config)
 
 
+def _qwen_3_next(header: GgufHeader, config: Config) -> Config:
+    return _qwen_3_5_moe(header, config) | {TILED_FIELD: False}
+
+
 def _gpt_oss(header: GgufHeader, config: Config) -> Config:
     """Return gpt-oss's fields. Its blend of frequencies begins and ends inside pairs, as no key says."""
     size = header.get("expert_feed_forward_length") or header.get("feed_forward_length")
@@ -292,6 +335,15 @@ _NEMOTRON_H = GgufArchitecture(
     names=NEMOTRON_NAMES,
     rotates_part=True,
     differs=("num_key_value_heads", "intermediate_size"),
+    logarithms=(".A_log",),
+)
+_QWEN_3_5_MOE = GgufArchitecture(
+    "Qwen3_5MoeForCausalLM",
+    fields=LINEAR | QWEN_EXPERTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+    more=_qwen_3_5_moe,
+    names=LINEAR_NAMES | FUSED,
+    rotates_part=True,
+    differs=("intermediate_size",),
     logarithms=(".A_log",),
 )
 # By general.architecture. Mistral's files use llama.
@@ -315,14 +367,17 @@ ARCHITECTURES = {
         has_rope_factors=True,
         differs=("intermediate_size",),
     ),
-    "qwen35moe": GgufArchitecture(
-        "Qwen3_5MoeForCausalLM",
-        fields=LINEAR | QWEN_EXPERTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
-        more=_qwen_3_5_moe,
-        names=LINEAR_NAMES | FUSED,
+    "qwen35moe": _QWEN_3_5_MOE,
+    "qwen3next": replace(_QWEN_3_5_MOE, hf_class="Qwen3NextForCausalLM", more=_qwen_3_next),
+    "deepseek2": GgufArchitecture(
+        "DeepseekV3ForCausalLM", fields=DEEPSEEK_FIELDS, more=_deepseek, names=ROUTED_NAMES, is_latent=True
+    ),
+    "glm4moe": GgufArchitecture(
+        "Glm4MoeForCausalLM",
+        fields=ROUTED | {"first_k_dense_replace": "leading_dense_block_count"},
+        more=_glm_4_moe,
+        names=AFTER_ATTENTION | ROUTED_NAMES,
         rotates_part=True,
-        differs=("intermediate_size",),
-        logarithms=(".A_log",),
     ),
     "gpt-oss": GgufArchitecture(
         "GptOssForCausalLM",

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from hetero_ee.errors import shown
-from hetero_ee.hub.gguf.architectures import DEFAULT_THETA, THETA, WINDOW, architecture_of, head_share
+from hetero_ee.hub.gguf.architectures import (
+    DEFAULT_THETA,
+    THETA,
+    WINDOW,
+    architecture_of,
+    head_share,
+    predicting_layers,
+)
 from hetero_ee.hub.gguf.header import GgufHeader, tensor_bytes
 
 # Hugging Face's field -> the key that follows the architecture's name.
@@ -73,8 +80,10 @@ class _Reader:
             config["head_dim"] = head_share(config)
         if config["num_key_value_heads"] is None:
             config["num_key_value_heads"] = config["num_attention_heads"]
+        if type(config["num_hidden_layers"]) is int:
+            config["num_hidden_layers"] -= predicting_layers(header)
         value_size = header.get("attention.value_length")
-        if value_size not in (None, config["head_dim"]):
+        if value_size not in (None, config["head_dim"]) and not architecture.is_latent:
             raise header.failure(f"value heads have {shown(value_size)} features, unlike queries and keys")
         config |= {
             "architectures": [architecture.hf_class],

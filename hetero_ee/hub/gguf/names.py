@@ -1,11 +1,11 @@
 """Translate tensor names of Hugging Face's checkpoints to those of GGUF files."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container
 
 from hetero_ee.hub.gguf.architectures import GgufArchitecture, architecture_of
 from hetero_ee.hub.gguf.header import GgufHeader
-from hetero_ee.hub.gguf.tensor_types import TensorType, stacked_layout
+from hetero_ee.hub.gguf.tensor_types import stacked_layout
 from hetero_ee.models.hf_names import checkpoint_parts
 from hetero_ee.models.spec import ModelSpec
 
@@ -53,6 +53,17 @@ _OF_A_LAYER = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
     "self_attn.sinks": "attn_sinks",
 }
 _OUTSIDE = {
@@ -67,7 +78,6 @@ _OUTSIDE = {
     "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 _OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")  # whose rows are a part of a tensor of all experts
-_FUSED = re.compile(r"blk\.(\d+)\.ffn_gate_up_exps\.weight")
 WITHOUT_ENDING = (".layer_scalar", ".sinks", ".experts.gate_up_proj")
 _LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(.+)")
 # Modules whose rows are in another order if an architecture is interleaved.
@@ -86,22 +96,25 @@ def gguf_name(hf_name: str, architecture: GgufArchitecture) -> str:
     return f"blk.{layer[1]}.{name}.{ending}"
 
 
-def fused_experts(header: GgufHeader) -> set[str]:
-    """Return Hugging Face's names of the matrices that hold gate and up of all of a layer's experts in the file."""
-    found = filter(None, map(_FUSED.fullmatch, header.tensors))
-    names = "mlp.experts.gate_up_proj", "experts.gate_up_proj"
-    return {f"model.layers.{each[1]}.{name}" for each in found for name in names}
+class PresentNames(Container[str]):
+    """Hugging Face's names of the tensors of a GGUF file."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._header, self._architecture = header, architecture_of(header)
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            return gguf_name(str(name), self._architecture) in self._header.tensors
+        except KeyError:  # no GGUF file has such a module
+            return False
 
 
 def matrix_layouts(header: GgufHeader, spec: ModelSpec) -> dict[str, str]:
     """Return the layouts of the layers' matrices that are not stored as plain int4, by this engine's names."""
-    return {name: kind for name, types in _matrix_types(header, spec) if (kind := stacked_layout(types)) != "int4"}
-
-
-def _matrix_types(header: GgufHeader, spec: ModelSpec) -> Iterator[tuple[str, list[TensorType]]]:
-    """Yield this engine's name of each of the layers' matrices with the types of its parts in the file."""
-    architecture = architecture_of(header)
-    for name, parts in checkpoint_parts(spec, fused_experts(header)).items():
+    architecture, layouts = architecture_of(header), {}
+    for name, parts in checkpoint_parts(spec, PresentNames(header)).items():
         if name.startswith("layers.") and len(parts[0].stored_shape) == 2:
             found = (header.tensors.get(gguf_name(part.hf_name, architecture)) for part in parts)
-            yield name, [tensor.type for tensor in found if tensor]
+            types = [tensor.type for tensor in found if tensor]
+            layouts[name] = "int8" if parts[0].n_turned else stacked_layout(types)  # turned rows have other blocks
+    return {name: layout for name, layout in layouts.items() if layout != "int4"}

@@ -12,6 +12,7 @@ from hetero_ee.layers.decoder import LayerSpec
 from hetero_ee.layers.latent_attention import LatentAttentionSpec
 from hetero_ee.layers.moe import SIGMOID, SOFTMAX, MoeSpec
 from hetero_ee.models.families import experts, llama
+from hetero_ee.models.families.family import SPLIT
 from hetero_ee.models.families.rope_fields import read_score_factor
 from hetero_ee.models.families.variants import Variant, values
 from hetero_ee.models.fields import Fields
@@ -36,6 +37,8 @@ LATENT_NAMES = {
     "layers.{n}.attention.kv_norm": (_ATTENTION + "kv_a_layernorm",),
     "layers.{n}.attention.key_up": (_ATTENTION + "kv_b_proj",),
     "layers.{n}.attention.value_up": (_ATTENTION + "kv_b_proj",),
+    "layers.{n}.attention.key_up" + SPLIT: (_ATTENTION + "k_b_proj",),  # of GGUF files, by head and transposed
+    "layers.{n}.attention.value_up" + SPLIT: (_ATTENTION + "v_b_proj",),
 }
 TENSOR_NAMES = llama.TENSOR_NAMES | MOE_NAMES | LATENT_NAMES
 
@@ -59,11 +62,14 @@ def read_moe(fields: Fields, spec: ModelSpec, **router: Any) -> MoeSpec:
     """Read a layer's routed and shared experts. `router` has further fields of RouterSpec."""
     fields = fields.with_values(num_experts=fields.get("n_routed_experts"))
     n_groups, n_chosen = fields.integer("n_group", 1, largest=MAX_GROUPS), fields.integer("topk_group", 1)
-    if n_groups > n_chosen and fields.text("topk_method", "") != "greedy":
-        group_size, rest = divmod(fields.integer("num_experts"), n_groups)
-        if rest or group_size < 2 or n_chosen * group_size < fields.integer("num_experts_per_tok"):
-            raise fields.fail(f"topk_group is {n_chosen} of {n_groups}, which does not fit the numbers of experts.")
-        router["groups"] = n_groups, n_chosen, 2 if router["scores"] == SIGMOID else 1
+    if n_groups > 1 and fields.text("topk_method", "") != "greedy":
+        n_experts, n_active = fields.integer("num_experts"), fields.integer("num_experts_per_tok")
+        group_size, rest = divmod(n_experts, n_groups)
+        if rest or group_size < 2 or n_chosen > n_groups or n_chosen * group_size < n_active:
+            groups = f"n_group is {n_groups} and topk_group {n_chosen}"
+            raise fields.fail(f"{groups}, which do not fit {n_experts} experts, {n_active} per token.")
+        if n_chosen < n_groups:
+            router["groups"] = n_groups, n_chosen, 2 if router["scores"] == SIGMOID else 1
     size, scale = fields.integer("moe_intermediate_size"), fields.number("routed_scaling_factor", 1.0)
     router["renormalizes"] = router["scores"] == SIGMOID and fields.flag("norm_topk_prob", True)
     moe = experts.read_experts(fields, spec, experts.read_router(fields, scale=scale, **router), size)
@@ -106,7 +112,7 @@ def _read_latent(fields: Fields, architecture: str) -> ModelSpec:
         qk_norm=False,
         qk_norm_whole=False,
         norm_eps=LATENT_EPS,
-        query_rank=None if fields.is_null("q_lora_rank") else fields.integer("q_lora_rank", 1536),
+        query_rank=None if fields.is_null("q_lora_rank") else fields.integer("q_lora_rank", 1536, smallest=0) or None,
         kv_rank=kv_rank,
         plain_dim=n_plain,
         value_dim=value_dim,

@@ -22,6 +22,9 @@ ACTIVATIONS = {
     "fatrelu": "fatrelu",
 }
 
+# End of keys of Family.tensor_names for files that have the rows of a module in several tensors.
+SPLIT = ", split"
+
 
 @dataclass(frozen=True, slots=True)
 class Family:

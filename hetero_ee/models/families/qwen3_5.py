@@ -11,6 +11,7 @@ from hetero_ee.models.families.family import (
     LINEAR,
     MAX_KERNEL,
     MAX_KEY_DIM,
+    SPLIT,
     layer_count,
     read_layer_kinds,
     recurrent_names,
@@ -36,6 +37,7 @@ TENSOR_NAMES = NORMED_HEADS | {
 # Of Qwen3-Next, which stores a key head's rows of all parts together, one head after the other.
 NEXT_NAMES = {
     "layers.{n}.delta.input": (_DELTA + "in_proj_qkvz",) * 4,
+    "layers.{n}.delta.input" + SPLIT: TENSOR_NAMES["layers.{n}.delta.input"],  # of GGUF files
     "layers.{n}.delta.gates": (_DELTA + "in_proj_ba",) * 2,
 }
 _DENSE = Variant(
