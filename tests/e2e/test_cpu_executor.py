@@ -63,6 +63,15 @@ def test_logits_are_those_of_the_reference_but_for_int8_activations(family: tupl
     assert (logits[0] - logits[1]).square().sum() <= tolerance * logits[1].square().sum()
 
 
+def test_groups_of_experts_are_chosen_by_their_two_best(tmp_path: Path) -> None:
+    """As in DeepSeek-V3; a group of DeepSeek-V2, which is among the families, by its best."""
+    save_checkpoint(random_model("deepseek3"), tmp_path)
+    spec = read_spec(tmp_path)
+    assert spec.layer(1).ffn.router.groups == (4, 2, 2)
+    weights = tiled(spec, Checkpoint(tmp_path, spec), "rtn", "int8")
+    test_logits_are_those_of_the_reference_but_for_int8_activations((spec, weights))
+
+
 def test_a_row_has_the_same_bits_in_every_batch_chunk_and_team(family: tuple[ModelSpec, ModelWeights]) -> None:
     prompts = [PROMPT, PROMPT[:1], PROMPT[3:9]]
     together, batched_steps = greedy(cpu_executor(family, threads=3), prompts, 12)

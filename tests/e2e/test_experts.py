@@ -11,9 +11,10 @@ from hetero_ee.errors import CheckpointError, ModelError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.layers.moe import OF_CHOSEN, SIGMOID, SOFTMAX, RouterSpec
 from hetero_ee.layers.ops import Router
+from hetero_ee.models.hf_config import spec_from_hf
 from hetero_ee.ops.torch_ops import TorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
-from tests.families import edit_config, random_model, save_checkpoint
+from tests.families import config_of, edit_config, random_model, save_checkpoint
 
 FAMILIES = ("qwen3-moe", "qwen3.5-moe")
 FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
@@ -113,6 +114,25 @@ def test_routers_weight_experts_as_their_families_do() -> None:
     chosen = route(logits, 2, scores=SIGMOID, renormalizes=True, scale=2.5, has_choice_bias=True, bias=[0, 9, 0, 0.0])
     weights = sigmoid[[2, 1]] / sigmoid[[2, 1]].sum() * 2.5
     assert chosen == ([2, 1], pytest.approx(weights.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 3}, "n_group is 3 and topk_group 2, which do not fit 8 experts, 3 per token"),
+        ({"topk_group": 5}, "n_group is 4 and topk_group 5, which do not fit"),
+        ({"n_group": 3, "topk_group": 3}, "n_group is 3 and topk_group 3, which do not fit"),
+        ({"n_group": 8}, "n_group is 8 and topk_group 2, which do not fit"),
+        ({"topk_group": 1}, "n_group is 4 and topk_group 1, which do not fit"),
+        ({"n_group": 65}, "n_group is 65"),
+        ({"topk_group": 0}, "topk_group is 0"),
+    ],
+)
+def test_impossible_groups_of_experts_are_refused(changes: dict[str, object], message: str) -> None:
+    config = config_of("deepseek3").to_dict() | changes
+    with pytest.raises(ModelError, match=message) as caught:
+        spec_from_hf(config, "config.json")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

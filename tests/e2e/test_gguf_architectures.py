@@ -25,19 +25,9 @@ from tests.families import YARN_ROPE, random_model
 from tests.gguf_models import write_gguf
 
 pytest.importorskip("gguf")
-KINDS = ["glm4-flash", "deepseek2", "deepseek3", "glm4.5", "qwen3-next", "gemma2", "gemma3", "olmo2", "olmo3", "granite", "starcoder2", "stablelm", "glm4", "smollm3"]
-KINDS += [
-    "qwen3.5",
-    "qwen3-moe",
-    "qwen3.5-moe",
-    "gpt-oss",
-    "lfm2",
-    "gemma",
-    "seed_oss",
-    "ernie4_5",
-    "gemma4",
-    "ministral3",
-]
+KINDS = ["gemma2", "gemma3", "olmo2", "olmo3", "granite", "starcoder2", "stablelm", "glm4", "smollm3"]
+KINDS += ["qwen3.5", "qwen3-moe", "qwen3.5-moe", "gpt-oss", "lfm2", "gemma", "seed_oss", "ernie4_5", "gemma4"]
+KINDS += ["ministral3", "qwen3-next", "glm4-flash", "deepseek2", "deepseek3", "glm4.5"]
 
 
 def written(name: str, file: Path, kind: str = "F16", **changes: Any) -> Any:
@@ -82,6 +72,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "glm4v": ("glm4", {"glm4.rope.dimension_sections": [8, 8, 0, 0]}, "several positions"),
     "glm-ocr": ("glm4", {"glm4.nextn_predict_layers": 1}, "predict further tokens"),
+    "glm4.5v": ("glm4.5", {"glm4moe.rope.dimension_sections": [8, 8, 0, 0]}, "several positions"),
+    "softmax": ("glm4.5", {"{arch}.expert_gating_func": 1}, "expert_gating_func is 1, expected 2"),
+    "of-chosen": ("deepseek3", {"{arch}.expert_gating_func": 3}, "unlike DeepSeek's"),
+    "growing": ("deepseek3", {"deepseek2.attention.temperature_scale": 0.1}, "unlike DeepSeek's"),
+    "key": (
+        "deepseek3",
+        {"{arch}.attention.key_length_mla": None, "{arch}.attention.key_length": None},
+        "of a key's None",
+    ),
+    "groups": ("deepseek3", {"{arch}.expert_group_used_count": 5}, "n_group is 4 and topk_group 5, which do not fit 8"),
     "nope": ("granite", {"granite.rope.scaling.finetuned": False}, "do not rotate"),
     "unscaled": ("granite", {"{arch}.logit_scale": None}, "granite.logit_scale is missing"),
     "pattern": ("gemma2", {"gemma2.attention.sliding_window_pattern": 3}, "expected 2 or a flag"),
@@ -128,6 +128,42 @@ def test_odd_values_end_in_a_sentence_or_are_read(tmp_path: Path, name: str) -> 
 
 ODD_KEYS = ["rope.freq_base_swa", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "attention.scale"]
 ODD_KEYS += ["attention.sliding_window", "attention.sliding_window_pattern", "final_logit_softcapping", "expert_count"]
+
+
+OLD_SIZES = {
+    "{arch}.attention.head_count_kv": 4,
+    "{arch}.attention.key_length": 48,
+    "{arch}.attention.value_length": 32,
+}
+OLD_SIZES |= {"{arch}.attention.key_length_mla": None, "{arch}.attention.value_length_mla": None}
+OLD_SIZES |= {"{arch}.expert_gating_func": None}
+
+
+@pytest.mark.parametrize(("name", "changes"), [("qwen3-next", {}), ("deepseek2", OLD_SIZES), ("deepseek3", OLD_SIZES)])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_older_files_have_one_tensor_of_what_newer_ones_split(
+    tmp_path: Path, name: str, changes: dict[str, Any], kind: str
+) -> None:
+    """Files of Qwen3-Next before 2026, and of DeepSeek before May 2025, whose key_up is requantized to 8 bits."""
+    model = written(name, tmp_path / "m.gguf", kind, is_old=True, **changes)
+    names = read_gguf_header(tmp_path / "m.gguf").tensors
+    assert "blk.0.ssm_in.weight" in names or "blk.0.attn_kv_b.weight" in names
+    planned = sum(part.weight_bytes for part in model_parts(opened_spec(tmp_path / "m.gguf"), "fp16"))
+    spec, weights = opened(tmp_path / "m.gguf", tmp_path, "none" if kind == "F32" else None)
+    found, expected = logits(spec, weights), expected_logits(model)
+    if kind == "F32" or name == "qwen3-next":
+        assert_same(found, expected)
+    else:
+        assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+        assert weights.matrices["layers.1.attention.key_up"].layout == "int8"
+    assert kind == "F32" or planned == weights.n_bytes
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    extra = {"blk.3.nextn.eh_proj.weight": np.ones((64, 128), np.float32)}
+    changes = {"{arch}.block_count": 4, "glm4moe.nextn_predict_layers": 1, "factors": extra}
+    model = written("glm4.5", tmp_path / "m.gguf", **changes)
+    assert_same(logits(*opened(tmp_path / "m.gguf", tmp_path, "none")), expected_logits(model))
 
 
 def test_layers_with_a_window_as_flags_or_by_default(tmp_path: Path) -> None:

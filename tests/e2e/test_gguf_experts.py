@@ -54,6 +54,23 @@ def test_codes_of_experts_are_kept(tmp_path: Path, name: str, kind: str) -> None
         assert planned == model_parts(spec, "fp16")
 
 
+@pytest.mark.parametrize(("kind", "layout"), [("Q4_K", "int4 zeros"), ("Q6_K", "int6")])
+@pytest.mark.parametrize("name", ["glm4-flash", "qwen3-next"])
+def test_k_types_of_experts_are_kept(tmp_path: Path, name: str, kind: str, layout: str) -> None:
+    family, sizes = FAMILIES[name]
+    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 32}
+    kinds = {"layer_types": ["linear_attention", "full_attention"]} if name == "qwen3-next" else {}
+    model = random_model(family, **(SMALL | sizes | wide | kinds))
+    write_gguf(model, tmp_path / "m.gguf", experts_only(kind))
+    _, weights = opened(tmp_path / "m.gguf", tmp_path)
+    _, dense = opened(tmp_path / "m.gguf", tmp_path, "none")
+    for short in ("gate_up", "down"):
+        found = weights.matrices[f"layers.1.moe.{short}"]
+        expected = dense.matrices[f"layers.1.moe.{short}"].dequantize()
+        assert found.layout == layout
+        assert (found.dequantize() - expected).square().sum() < 1e-6 * expected.square().sum()
+
+
 def test_experts_with_parts_of_two_types_get_8_bits(tmp_path: Path) -> None:
     model, file = model_of("gpt-oss"), tmp_path / "m.gguf"
     write_gguf(model, file, lambda name: "Q8_0" if "up_exps" in name else "MXFP4" if "_exps" in name else "F32")
@@ -65,12 +82,12 @@ def test_experts_with_parts_of_two_types_get_8_bits(tmp_path: Path) -> None:
         assert torch.equal(weights.matrices[name].dequantize(), dense.matrices[name].dequantize())
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-moe", "gemma4-moe"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-moe", "gemma4-moe", "deepseek3"])
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 def test_gate_and_up_of_all_experts_may_be_one_tensor(tmp_path: Path, name: str, kind: str) -> None:
     model, file = model_of(name), tmp_path / "m.gguf"
     write_gguf(model, file, lambda _: kind, is_fused=True)
-    assert "blk.0.ffn_gate_up_exps.weight" in read_gguf_header(file).tensors
+    assert "blk.1.ffn_gate_up_exps.weight" in read_gguf_header(file).tensors
     assert_same(logits(*opened(file, tmp_path, "none")), expected_logits(model))
     if kind == "Q8_0":
         assert_same(logits(*opened(file, tmp_path)), expected_logits(model))

@@ -39,8 +39,8 @@ DEFAULT_THETA = 10000.0
 LARGEST_DIVISOR = 1e20  # of frequencies of features that rotate; llama.cpp divides the others by 1e30
 MAX_PREDICTING = 16
 SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
-KEY_VALUE = "key", "value"
-# What a file without the key means, which differs from what config.json does.
+KEY_VALUE, YARN_MULTIPLIER = ("key", "value"), "rope.scaling.yarn_log_multiplier"
+# What files without these fields' keys mean, and not the families' defaults.
 UNSAID = {"n_shared_experts": 0, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
 UNSAID |= {"routed_scaling_factor": 1.0, "norm_topk_prob": False}
 GEMMA_2_27B_LAYERS, GEMMA_3_27B_LAYERS = 46, 62
@@ -207,15 +207,16 @@ def _glm_4_moe(header: GgufHeader, config: Config) -> Config:
 def _deepseek(header: GgufHeader, config: Config) -> Config:
     """Return the fields of latent attention. Files with attn_k_b name cached keys' sizes where others have heads'."""
     key, value = (header.get(f"attention.{n}_length_mla") or header.get(f"attention.{n}_length") for n in KEY_VALUE)
-    n_turning, scores, rope = config["head_dim"], header.get("expert_gating_func"), config["rope_scaling"]
+    scores, growth = header.get("expert_gating_func"), header.get("attention.temperature_scale")
+    n_turning, rope, multiplier = config["head_dim"], config["rope_scaling"], header.get(YARN_MULTIPLIER)
     if type(key) is not int or type(n_turning) is not int:
         raise header.failure(f"{shown(n_turning)} of a key's {shown(key)} features rotate, expected two numbers")
-    if scores not in (None, SOFTMAX, SIGMOID) or header.get("attention.temperature_scale"):
-        raise header.failure("its experts' scores or growing queries are those of another family than DeepSeek's")
+    if scores not in (None, SOFTMAX, SIGMOID) or growth:
+        given = f"expert_gating_func {shown(scores)}, attention.temperature_scale {shown(growth)}"
+        raise header.failure(f"its router or its queries are unlike DeepSeek's ({given}), which is not supported")
     is_biased = any(name.endswith(".exp_probs_b.bias") for name in header.tensors)
-    growth = header.get("rope.scaling.yarn_log_multiplier")
-    if rope["rope_type"] == "yarn" and isinstance(growth, float):  # the converter multiplies it by 0.1
-        rope = rope | {"mscale": growth / 0.1, "mscale_all_dim": growth / 0.1}
+    if rope["rope_type"] == "yarn" and isinstance(multiplier, float):
+        rope = rope | dict.fromkeys(("mscale", "mscale_all_dim"), multiplier / 0.1)  # as the converter multiplied it
     return _said(config, UNSAID | {"q_lora_rank": 0}) | {
         "architectures": [f"DeepseekV{3 if scores == SIGMOID or (scores is None and is_biased) else 2}ForCausalLM"],
         "topk_method": "group_limited_greedy",

@@ -97,7 +97,7 @@ def gguf_name(hf_name: str, architecture: GgufArchitecture) -> str:
 
 
 class PresentNames(Container[str]):
-    """Hugging Face's names of the tensors of a GGUF file."""
+    """Contains Hugging Face's names of the tensors that a GGUF file has."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._header, self._architecture = header, architecture_of(header)
