@@ -41,7 +41,7 @@ MAX_PREDICTING = 16
 SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
 KEY_VALUE, YARN_MULTIPLIER = ("key", "value"), "rope.scaling.yarn_log_multiplier"
 # What files without these fields' keys mean, and not the families' defaults.
-UNSAID = {"n_shared_experts": 0, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+UNSAID: Config = {"n_shared_experts": 0, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
 UNSAID |= {"routed_scaling_factor": 1.0, "norm_topk_prob": False}
 GEMMA_2_27B_LAYERS, GEMMA_3_27B_LAYERS = 46, 62
 
