@@ -38,6 +38,7 @@ import torch
 from bench_gpu_ops import machine as card
 from bench_gpu_ops import other_libraries
 from gpu_tables import agreeing_tokens, failures, goals, markdown, products
+from synthetic_drafts import synthetic, write_synthetic_head
 
 from hetero_ee.config import cache_folder
 from hetero_ee.decoding.benchmark import Bench as TimedBench
@@ -62,7 +63,6 @@ from hetero_ee.speculation.exact import ExactMode
 from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
 from hetero_ee.speculation.sources import draft_head_opening
 from hetero_ee.speculation.sources.draft_head_layer import DraftHead
-from hetero_ee.speculation.sources.synthetic import synthetic, write_synthetic_head
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.random_weights import random_weights

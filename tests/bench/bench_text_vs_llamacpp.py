@@ -5,7 +5,7 @@ is one JSON document.
 
 Llama-2-7B's layer shapes with random weights as in bench_vs_llamacpp.py. Exact mode drafts with an EAGLE-1 head of
 random weights: the head, the verification and everything between are computed and timed by the clock; whether a draft
-is right is drawn, by position (hetero_ee/speculation/sources/synthetic.py). llama.cpp decodes token by token.
+is right is drawn, by position (synthetic_drafts.py). llama.cpp decodes token by token.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import torch
 from bench_plans import this_profile
 from bench_vs_llamacpp import CONTEXT, llama_spec, random_weights
 from llamacpp import LlamaCpp, write_gguf
+from synthetic_drafts import synthetic, write_synthetic_head
 
 from hetero_ee.decoding.benchmark import Bench, MakeMode
 from hetero_ee.decoding.loop import FullMode
@@ -33,7 +34,6 @@ from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.opening import open_planned
 from hetero_ee.speculation.exact import ExactMode
 from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
-from hetero_ee.speculation.sources.synthetic import synthetic, write_synthetic_head
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_profiles.host.process import physical_core_count

@@ -17,8 +17,8 @@ from hetero_ee.planning.statistics import DraftRates, PromptReading, Statistics,
 from hetero_ee.speculation.sources.draft_head_file import draft_head_facts, read_draft_head
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.sources.source import Choose, Draft
-from hetero_ee.speculation.sources.synthetic import SyntheticSource, write_synthetic_head
 from hetero_ee_profiles.reference import reference_profile
+from tests.bench.synthetic_drafts import SyntheticSource, write_synthetic_head
 from tests.command_line import Cli
 
 SMALL_MODEL: dict[str, Any] = {
@@ -82,11 +82,10 @@ def test_the_table_has_the_mode(cli: Cli, demo: Path) -> None:
     ("arguments", "words"),
     [
         (["bench", "--mode", "magic"], "expected one of full, exact, all"),
-        (["bench", "--mode", "exact", "--random-weights", "llama-2-7b"], "--synthetic-acceptance"),
-        (["bench", "--mode", "all", "--random-weights", "llama-2-7b"], "--synthetic-acceptance"),
-        (["bench", "--synthetic-acceptance", "0.8"], "add --mode exact or all"),
-        (["bench", "--mode", "exact", "--synthetic-acceptance", "1.2"], "rates from 0 to 1"),
-        (["bench", "--mode", "exact", "--synthetic-acceptance", "0.8,"], "rates from 0 to 1"),
+        (["bench", "--mode", "exact", "--random-weights", "llama-2-7b"], "measure mode full only"),
+        (["bench", "--mode", "all", "--random-weights", "llama-2-7b"], "measure mode full only"),
+        (["bench", "--plan", "PLAN", "--random-weights", "llama-2-7b"], "measure mode full only"),
+        (["bench", "-md", "x", "--random-weights", "llama-2-7b"], "measure mode full only"),
         (["bench", "--mode", "all", "--plan", "PLAN"], "a plan has one mode"),
         (["bench", "--mode", "full", "--plan", "PLAN"], "drop --mode or --plan"),
         (["bench", "--draft-length", "99"], "expected a whole number from 1 to 16"),
@@ -98,7 +97,7 @@ def test_the_table_has_the_mode(cli: Cli, demo: Path) -> None:
         (["simulate", "--draft-length", "0"], "expected a whole number from 1 to 16"),
         (["simulate", "--draft-head", "/dev"], "has no config.json"),
     ],
-    ids=range(16),
+    ids=range(15),
 )
 def test_bad_wishes_end_in_one_line(cli: Cli, tmp_path: Path, arguments: list[str], words: str) -> None:
     from hetero_ee.models.known_shapes import known_spec
@@ -132,21 +131,6 @@ def test_a_simulation_shows_drafts_beside_what_was_predicted(cli: Cli, demo: Pat
     full = json.loads(cli("simulate", "-n", 24, "-t", 1, "--mode", "full", "--json").out)
     assert full["text"] == document["text"] and full["drafts"] is None
     assert document["generation_s"] < full["generation_s"]
-
-
-@pytest.mark.sample(0)
-def test_synthetic_acceptance_is_what_is_asked_for_and_labelled(cli: Cli, demo: Path, tmp_path: Path) -> None:
-    arguments = [*TINY_BENCH, "-p", "0", "-n", "12", "--mode", "exact", "--draft-length", "4"]
-    row = json.loads(cli(*arguments, "--synthetic-acceptance", "1", "--json").out)[0]
-    assert row["synthetic_acceptance"] == [1.0] and row["exit_layer"] == 0
-    assert (row["acceptance"], row["tokens_per_pass"]) == (1.0, 4.0)
-    assert "100% accepted of drafts drawn at 1 |" in cli(*arguments, "--synthetic-acceptance", "1").out
-    (headless := tmp_path / "head").mkdir()
-    (headless / "config.json").write_text(json.dumps(SMALL_MODEL))
-    no_weights = cli(*arguments, "--synthetic-acceptance", "1", "--draft-head", headless)
-    assert no_weights.code == 1 and re.fullmatch(r"hetero-ee: .* holds no model\.safetensors, [^\n]+\n", no_weights.err)
-    by_exits = cli(*arguments, "--synthetic-acceptance", "0")
-    assert by_exits.code == 2 and "the plan drafts by exits" in by_exits.err
 
 
 class EndlessSource(NgramSource):

@@ -2,20 +2,19 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from hetero_ee.config import Progress
 from hetero_ee.errors import UsageError
-from hetero_ee.options.engine import MODEL_OPTIONS, MTP_WORDS, NO_HEAD
+from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee_cli.options.bench import ALL, EXACT, FULL, BenchOptions, Test
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import with_options
-from hetero_ee_cli.options.placement import DRAFT_MODEL, LimitOptions, Placed, PlacementOptions
+from hetero_ee_cli.options.placement import LimitOptions, Placed, PlacementOptions
 from hetero_ee_cli.reports.bench_table import Row, columns, print_rows, profile_date
 from hetero_ee_cli.reports.run_report import draft_lines
 from hetero_ee_cli.terminal.output import say
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.plan import Plan
-    from hetero_ee.planning.statistics import DraftRates, Statistics
+    from hetero_ee.planning.statistics import Statistics
     from hetero_ee.runtime.devices.timeline import Span
     from hetero_ee.runtime.executors.executor import Executor
     from hetero_ee.speculation.drafting import Drafting
@@ -59,18 +58,15 @@ def bench(
 
     A machine without a full profile is measured first, which takes a few minutes. Nothing else should be running.
     """
-    wanted.check(random_weights)
+    wanted.check()
     if random_weights is not None and "sparsity" in engine.given:
         raise UsageError("random weights have no neurons that could be left out; name a model, or drop --sparsity.")
-    if random_weights is not None and placement.draft_model is not None:
-        raise UsageError(
-            DRAFT_MODEL, " drafts nothing for random weights; name a model, or try --synthetic-acceptance."
-        )
     if wanted.mode == ALL and placement.plan_file is not None:
         raise UsageError("a plan has one mode; drop --mode all or --plan.")
     placed = placement.checked(LimitOptions(**limits.given | {"mode": wanted.single_mode}), engine)
-    opening, rates = engine.arguments(model), wanted.rates()
-    modes = wanted.modes(FULL if placed.plan is None else placed.plan.mode)
+    opening, modes = engine.arguments(model), wanted.modes(FULL if placed.plan is None else placed.plan.mode)
+    if random_weights is not None and (modes != (FULL,) or placement.draft_model is not None):
+        raise UsageError("drafts are never right if weights are random; name a model, or measure mode full only.")
     threads, tests = wanted.thread_counts(opening["threads"]), wanted.tests()
     context_tokens, needed = engine.given.get("context_tokens"), max(_context_tokens(tests, mode) for mode in modes)
     if context_tokens and context_tokens < needed:
@@ -81,15 +77,13 @@ def bench(
     with ending_at_once():
         from hetero_ee.hub.draft_head import resolve_draft_head
         from hetero_ee_cli.commands.profile import profile_for
-    with stage_progress() as progress, ExitStack() as kept:
+    with stage_progress() as progress:
         spec, name, folder = engine.model_spec(model, random_weights, progress)
         profile = profile_for(spec, folder, progress, quick=wanted.quick, refresh=wanted.refresh, threads=threads)
         head = resolve_draft_head(placed.options.draft_head, offline=opening["offline"], progress=progress)
-        if rates is not None:
-            head = _synthetic_head(Path(kept.enter_context(TemporaryDirectory())), spec, rates, folder, head)
         placed = replace(placed, options=replace(placed.options, draft_head=None if head is None else str(head)))
         weights = opening["quantizer"], engine.given.get("sparsity"), opening["activations"]
-        subject = _Subject(spec, name, folder, *weights, context_tokens, profile, placed, progress, rates)
+        subject = _Subject(spec, name, folder, *weights, context_tokens, profile, placed, progress)
         print_rows(_rows(subject, wanted.repetitions, tests, modes, threads), wanted.style)
     placement.write_trace(subject.spans, f"bench of {name}")
 
@@ -108,7 +102,6 @@ class _Subject:
     profile: "HardwareProfile"
     placed: Placed
     progress: Progress
-    synthetic: "DraftRates | None" = None  # acceptance of synthetic drafts; None for real drafts
     spans: "list[Span]" = field(default_factory=list)  # all work so far, if recorded
 
 
@@ -164,22 +157,16 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Abs
 @contextmanager
 def _random(subject: _Subject, limits: "Limits") -> Iterator[_Running]:
     from hetero_ee.config import warner
-    from hetero_ee.planning.request import PlanRequest, head_name
+    from hetero_ee.planning.request import PlanRequest
     from hetero_ee.runtime.opening import open_planned
-    from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
     from hetero_ee.weights.random_weights import random_weights
 
-    spec, profile, placed, warn = subject.spec, subject.profile, subject.placed, warner(subject.progress)
-    head, threads = placed.options.draft_head, limits.threads
-    knowledge = DraftKnowledge()
-    if head is not None:
-        knowledge = DraftKnowledge.found(None, head_name(head), Path(head), spec, warn)
-    statistics = knowledge.statistics(spec, profile, threads)
-    request = PlanRequest(profile, limits, placed.plan, statistics, traces=placed.options.trace is not None)
-    opened = open_planned(spec, random_weights(spec), request, threads, time.perf_counter, warn)
+    spec, placed = subject.spec, subject.placed
+    request = PlanRequest(subject.profile, limits, placed.plan, traces=placed.options.trace is not None)
+    weights, warn = random_weights(spec), warner(subject.progress)
+    opened = open_planned(spec, weights, request, limits.threads, time.perf_counter, warn)
     with closing(opened.executor):
-        found = open_drafting(knowledge, opened, profile, warn)
-        yield _Running(opened.executor, opened.plan, statistics, found)
+        yield _Running(opened.executor, opened.plan, request.statistics, None)
         subject.spans.extend(opened.spans())
 
 
@@ -226,7 +213,6 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
     from hetero_ee.decoding.benchmark import Bench
     from hetero_ee.planning.times.prediction import predicted_run_s, predicted_text_s
     from hetero_ee.speculation.exact import ExactMode
-    from hetero_ee.speculation.sources.synthetic import synthetic
     from hetero_ee.speculation.statistics import DraftCounts
 
     made, executor, clock = running.plan, running.executor, time.perf_counter
@@ -238,11 +224,7 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
     reading = running.statistics.of_plan(made).reading(made.drafts)
     predicted_s = predicted_run_s(*known, n_prompt, n_gen, n_depth, reading)
     if running.drafting is not None and (n_gen or running.sources):
-        drafting = running.drafting
-        if subject.synthetic is not None:
-            text = timing.text(n_depth + n_gen + 1 if n_gen else 0)
-            drafting = synthetic(drafting, text, subject.synthetic, subject.spec.vocab_size)
-        counts = DraftCounts()
+        drafting, counts = running.drafting, DraftCounts()
         warm_up, timed = (partial(ExactMode, executor, drafting, each, clock) for each in (DraftCounts(), counts))
         if n_gen:
             run = timing.text_run(warm_up, timed, n_gen, n_depth)
@@ -254,20 +236,4 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
         run = timing.run(*test, chunk_tokens=made.prefill_chunk_tokens)
     if found is not None and subject.placed.options.stats:
         say("\n".join([f"{run.name}, {made.mode}", *draft_lines(found)]))
-    row = columns(run, made, executor.weights, subject.name, subject.profile, predicted_s, found)
-    synthetic_rates = subject.synthetic if made.mode == EXACT else None
-    return row | {"synthetic_acceptance": None if synthetic_rates is None else list(synthetic_rates.acceptance)}
-
-
-def _synthetic_head(
-    made: Path, spec: "ModelSpec", rates: "DraftRates", model_folder: Path | None, head: str | Path | None
-) -> Path:
-    """Write a copy of the model's draft head, or a head with random weights, into the folder `made`."""
-    from hetero_ee.speculation.opening import DRAFT_HEAD_FOLDER
-    from hetero_ee.speculation.sources.synthetic import write_synthetic_head
-
-    own = None if head is None or head in (NO_HEAD, *MTP_WORDS) else Path(head)
-    if own is None and model_folder is not None and (model_folder / DRAFT_HEAD_FOLDER).is_dir():
-        own = model_folder / DRAFT_HEAD_FOLDER
-    write_synthetic_head(made, spec, rates, own)
-    return made
+    return columns(run, made, executor.weights, subject.name, subject.profile, predicted_s, found)

@@ -1,7 +1,7 @@
 """Options of `hetero-ee bench`, named like llama-bench's."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,9 +10,6 @@ from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee_cli.options.flags import one_of
 from hetero_ee_cli.reports.bench_table import FORMATS
 from hetero_ee_cli.terminal.signals import ending_at_once
-
-if TYPE_CHECKING:
-    from hetero_ee.planning.statistics import DraftRates
 
 MAX_TOKENS, MAX_REPETITIONS = 2**20, 1000
 FULL, EXACT, ALL = "full", "exact", "all"
@@ -35,14 +32,6 @@ class BenchOptions:
         typer.Option(
             help="full, exact (on text that the model writes), or all for both. [default: full]",
             autocompletion=one_of((FULL, EXACT, ALL)),
-        ),
-    ] = None
-    synthetic_acceptance: Annotated[
-        str | None,
-        typer.Option(
-            help="In exact mode, drafts are right this often, like 0.78, or 0.8,0.7,0.6 by position; a draft head "
-            "computes them, one with random weights if the model has none.",
-            metavar="RATES",
         ),
     ] = None
     output: Annotated[
@@ -85,37 +74,14 @@ class BenchOptions:
             raise UsageError(MODEL_OPTIONS["threads"], f" is {self.threads}; {expected}")
         return tuple(usable_threads(count) for count in counts or [usual])
 
-    def rates(self) -> "DraftRates | None":
-        """Return the rates at which synthetic drafts are right, or None for real drafts."""
-        if self.synthetic_acceptance is None:
-            return None
-        from hetero_ee.planning.statistics import DraftRates
-
-        try:
-            rates = tuple(map(float, self.synthetic_acceptance.split(",")))
-            return DraftRates("synthetic acceptance", rates, 0.0)
-        except ValueError as error:
-            expected = "expected 1 to 8 rates from 0 to 1, separated by commas."
-            raise UsageError(f"--synthetic-acceptance is {shown(self.synthetic_acceptance)}; {expected}") from error
-
-    def check(self, random_weights: str | None) -> None:
-        """Check the values and that they are compatible. `random_weights` names the model if its weights are random."""
+    def check(self) -> None:
+        """Check the values."""
         if self.style not in FORMATS:
             raise UsageError(f"--output is {shown(self.style)}; expected one of {', '.join(FORMATS)}.")
         if not 1 <= self.repetitions <= MAX_REPETITIONS:
             raise UsageError(f"--repetitions is {self.repetitions}; expected 1 to {MAX_REPETITIONS}.")
         if self.mode not in (None, FULL, EXACT, ALL):
             raise UsageError(f"--mode is {shown(self.mode)}; expected one of {FULL}, {EXACT}, {ALL}.")
-        drafts, synthetic = self.mode in (EXACT, ALL), self.synthetic_acceptance is not None
-        if drafts and random_weights is not None and not synthetic:
-            raise UsageError(
-                f"drafts are never right if weights are random; drop --mode {self.mode}, name a model, or say how "
-                "often they shall be right by --synthetic-acceptance."
-            )
-        if synthetic and not drafts:
-            raise UsageError(
-                "--synthetic-acceptance is about drafts, which full mode does not make; add --mode exact or all."
-            )
 
 
 def _numbers(text: str, flag: str) -> list[int]:

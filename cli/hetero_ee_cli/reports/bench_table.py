@@ -114,9 +114,7 @@ def print_row(rows: list[Row], style: str) -> None:
 def _mode(row: Row) -> str:
     if row["acceptance"] is None:
         return f"{row['mode']}{reading_words(row['reading_shares'] or {})}"
-    synthetic = row["synthetic_acceptance"]
-    drawn = "" if synthetic is None else f" of drafts drawn at {','.join(f'{rate:g}' for rate in synthetic)}"
-    return f"{row['mode']}: {row['tokens_per_pass']:.1f} tok/pass, {row['acceptance']:.0%} accepted{drawn}"
+    return f"{row['mode']}: {row['tokens_per_pass']:.1f} tok/pass, {row['acceptance']:.0%} accepted"
 
 
 def footer(rows: list[Row]) -> str:
