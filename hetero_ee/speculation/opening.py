@@ -52,7 +52,12 @@ class DraftKnowledge:
 
     @classmethod
     def found(
-        cls, calibration: Calibration | None, draft_head: HeadName | None, folder: Path, spec: ModelSpec, warn: Warn
+        cls,
+        calibration: Calibration | None,
+        draft_head: HeadName | None,
+        folder: Path | None,
+        spec: ModelSpec,
+        warn: Warn,
     ) -> "DraftKnowledge":
         """Find the model's draft head and add it to the calibration.
 
@@ -60,6 +65,7 @@ class DraftKnowledge:
 
         Args:
             draft_head: The head that the caller named; None for the one in the model's folder, or its MTP layer.
+            folder: None for a model of which only the shapes are known.
 
         Raises:
             ModelError: if a named head can't be read.
@@ -73,7 +79,10 @@ class DraftKnowledge:
         if draft_head is not None:
             head_facts(draft_head, spec)
             return cls(calibration, draft_head, is_asked=True)
-        own, other = folder / DRAFT_HEAD_FOLDER, None if spec.mtp is None else MTP_HEAD
+        other = None if spec.mtp is None else MTP_HEAD
+        if folder is None:
+            return cls(calibration, other)
+        own = folder / DRAFT_HEAD_FOLDER
         try:
             if find_file(own, CONFIG_FILE) is None:
                 return cls(calibration, other)

@@ -66,6 +66,16 @@ def test_a_name_or_a_configuration_is_enough(cli: Cli, data: Path, tmp_path: Pat
     assert "-np / --parallel is 0" in cli("plan", name, "-np", 0).err
 
 
+def test_a_name_is_planned_with_the_mtp_layer_of_its_checkpoint(cli: Cli, data: Path) -> None:
+    """As its files would be; the plan's last line makes it again, since random weights draft nothing useful."""
+    first = cli("plan", "--random-weights", "qwen3.5-9b", "--hardware", "rtx-4060-8gb", "--ram-budget", 16).out
+    assert "Drafts come from the model's MTP layer" in first and "mode       exact" in first
+    command = first.splitlines()[-1].split()
+    assert command[:4] == ["hetero-ee", "plan", "--random-weights", "qwen3.5-9b"]
+    (made, again) = (re.findall(r"^hash +(\w+)$", out, re.M) for out in (first, cli(*command[1:]).out))
+    assert made == again
+
+
 def test_it_says_what_would_help(cli: Cli, data: Path) -> None:
     """Each row is what a plan with that option says; options that bring nothing are in one line."""
     ended = cli("plan", *PAPER, "--vram-budget", 4)

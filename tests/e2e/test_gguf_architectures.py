@@ -243,6 +243,7 @@ def unsplit_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SPLIT_TEXTS = [
     "I'Ll say: it's 123456 or 1234; DON'T!!\r\n\r\n  end   of HTMLParser/x",
     "a\tb  c...\n\n\n!!! \u00e9t\u00e9 \u0926\u0935 \u0661\u0662\u0663 \u4f60\u597d2024",
+    "a1b22\u4f60\u597d\u3042\u30a2 \uff08x\uff09 \u0391\u03b2\u03b3 \u0431?!/ab  \u201cq\u201d 1+1=2 ",
     "def f(x):\n    return x**2  # they're '90s  ",
 ]
 

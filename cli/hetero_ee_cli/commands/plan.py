@@ -74,8 +74,8 @@ class _Subject:
         """Name of the model; None for the demo model."""
         return self.wanted.random_weights or read_settings().value("model", self.model)
 
-    def words(self) -> list[str]:
-        """Return a command that runs this plan, without the options that pin it.
+    def words(self, mode: str) -> list[str]:
+        """Return a command that runs this plan of this mode, without the options that pin it.
 
         Some statistics and weights are available in some commands only, which determines the command.
         """
@@ -86,7 +86,7 @@ class _Subject:
         sparse = ["--sparsity", self.sparsity] if self.sparsity else []
         sparse += ["--activations", self.activations] if self.activations else []
         slots = [] if wanted.n_slots is None else ["-np", str(wanted.n_slots)]
-        if wanted.published_exits or (slots and weights):
+        if wanted.published_exits or (weights and (slots or mode != "full")):
             exits = ["--published-exits"] if wanted.published_exits else []
             return ["plan", *(weights or named[1:]), *exits, *machine, *slots, *sparse]
         if weights:
@@ -160,7 +160,7 @@ def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress
     if subject.wanted.published_exits:
         depths = published_depths(spec.n_layers, limits.risk or RISK)
         statistics = Statistics(published_statistics(spec.n_layers), depths=depths)
-    elif subject.wanted.own_drafts and folder is not None:
+    elif subject.wanted.own_drafts:
         spec, statistics = _own_statistics(spec, folder, profile, limits, subject, progress)
     made = make_plan(spec, profile, limits, statistics)
     return Request(spec, profile, limits, statistics, replace(made, name=subject.name))
@@ -174,7 +174,12 @@ def _with_names(error: HeteroError, model: str | None) -> HeteroError:
 
 
 def _own_statistics(
-    spec: "ModelSpec", folder: Path, profile: "HardwareProfile", limits: "Limits", subject: _Subject, progress: Progress
+    spec: "ModelSpec",
+    folder: Path | None,
+    profile: "HardwareProfile",
+    limits: "Limits",
+    subject: _Subject,
+    progress: Progress,
 ) -> "tuple[ModelSpec, Statistics]":
     """Return the model and the statistics by the calibration and the draft head that opening this model would find.
 
@@ -192,7 +197,8 @@ def _own_statistics(
     warn = warner(progress)
     try:
         knowledge = DraftKnowledge.found(None, None, folder, spec, warn)
-        if is_store(folder) or gguf_files(folder) or any(folder.glob("*.safetensors")):  # else a plan on paper
+        has_files = folder and (is_store(folder) or gguf_files(folder) or any(folder.glob("*.safetensors")))
+        if folder is not None and has_files:  # else a plan on paper
             layout = {"neuron_major": spec.neuron_major, "first_in_rows": spec.first_in_rows}
             place = CalibrationPlace.of_model(spec, folder, cache_folder(), subject.quantizer, **layout)
             knowledge = replace(knowledge, calibration=place.find_or_warn(warn))
@@ -232,5 +238,5 @@ def _explain(request: "Request", subject: _Subject) -> None:
     from hetero_ee.planning.reports.pins import pins
 
     options = [word for pin in pins(request.made, request.limits) for word in pin]
-    advice, command = what_if_lines(request), shlex.join(["hetero-ee", *subject.words(), *options])
+    advice, command = what_if_lines(request), shlex.join(["hetero-ee", *subject.words(request.made.mode), *options])
     show("\n".join([explained(request.made), *(["", *advice] if advice else []), "", command]))

@@ -31,6 +31,7 @@ class Splitting:
     composed: bool = False  # normalizes to Unicode's form C first
     whole_words: bool = False  # a split that is a token needs no merges
     adds_begin: bool = False  # default if the file does not say whether to add the begin token
+    first: tuple[str, ...] = ()  # patterns that split the text before `pattern` splits the parts
 
 
 _GPT2, _SMOLLM = Splitting(None), Splitting(None, single_digits=True)
@@ -50,6 +51,20 @@ _O200K = Splitting(
     + r"{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
     + SPACES
 )
+# DeepSeek's letters are the cased ones without some rare scripts, signs and mathematical alphabets.
+_RARE = (
+    "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68\U00010570-\U000105bc"
+    "\U00010d50-\U00010d85\U00016e40-\U00016e7f\U0001d400-\U0001df2a"
+)
+_CASED = rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_RARE}]]+"
+_MARKED = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_DEEPSEEK = Splitting(
+    r"\p{N}+", first=(r"[\r\n]", _CASED, _MARKED, r"\s+$", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")
+)
+_DEEPSEEK_3 = Splitting(
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + SPACES,
+    first=(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
+)
 # By tokenizer.ggml.pre.
 SPLITTINGS = {
     **dict.fromkeys(("gpt-2", "olmo"), _GPT2),
@@ -61,6 +76,8 @@ SPLITTINGS = {
     "stablelm2": Splitting(_WORDS + _SIGNS),
     "tekken": _TEKKEN,
     "gpt-4o": _O200K,
+    "deepseek-llm": _DEEPSEEK,
+    "deepseek-v3": _DEEPSEEK_3,
 }
 
 
@@ -118,8 +135,8 @@ class _Vocabulary:
         if splitting.composed:
             tokenizer.normalizer = normalizers.NFC()
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.single_digits else []
-        if splitting.pattern:
-            steps.append(pre_tokenizers.Split(Regex(splitting.pattern), "isolated"))
+        patterns = (*splitting.first, *([splitting.pattern] if splitting.pattern else []))
+        steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         tokenizer.decoder = decoders.ByteLevel()
