@@ -38,6 +38,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.random_weights import random_weights
 
 N_HEADS, HEAD, VOCABULARY = 8, 64, 512
+EMBEDDING, TOKENS = "token_embd.weight", "tokenizer.ggml.tokens"
 FEW, PROMPT, CONTEXT, ROOM = (1, 2, 4, 8), 512, 64, 1024
 KEPT = {"random": 0.0, "overlapping": 0.45}  # share of its predecessor's experts that a token keeps
 DISTINCT = {"random": 400, "overlapping": 1}  # different tokens in a pass of whole layers
@@ -217,13 +218,22 @@ def whole_layers(spec: ModelSpec, weights: Any, pool: Any, n_repeats: int) -> It
                 pass
 
 
-def write_gguf(spec: ModelSpec, file: Path) -> None:
-    """Write a file of architecture qwen3moe with random Q4_0 blocks, or MXFP4 ones for experts as wide as gpt-oss's."""
+def write_gguf(spec: ModelSpec, file: Path, tokenizer_of: Path | None = None) -> None:
+    """Write a file of architecture qwen3moe with random Q4_0 blocks, or MXFP4 ones for experts as wide as gpt-oss's.
+
+    A code of 0, which stands for -8, is replaced by 8, for 0: weights have no mean then, with which all tokens would
+    choose the same experts in deeper layers. For the same reason embeddings are larger than what layers add to them.
+
+    Args:
+        tokenizer_of: A GGUF file whose tokenizer this one gets.
+    """
     import gguf
 
     moe = spec.layer(0).ffn
     assert isinstance(moe, MoeSpec)
     n_experts, draw, writer = moe.router.n_experts, np.random.default_rng(0), gguf.GGUFWriter(file, "qwen3moe")
+    fields = _tokenizer_fields(tokenizer_of)
+    n_tokens = VOCABULARY if tokenizer_of is None else next(len(each.data) for each in fields if each.name == TOKENS)
     hidden_size, size, types = moe.hidden_size, moe.size, gguf.GGMLQuantizationType
     of_experts = types.MXFP4 if hidden_size == SHAPES["gpt-oss-20b"].hidden_size else types.Q4_0
     sizes = {
@@ -238,26 +248,33 @@ def write_gguf(spec: ModelSpec, file: Path) -> None:
         "attention.head_count_kv": N_HEADS,
         "attention.key_length": HEAD,
         "attention.value_length": HEAD,
-        "vocab_size": VOCABULARY,
+        "vocab_size": n_tokens,
     }
     for name, value in sizes.items():
         writer.add_uint32(f"qwen3moe.{name}", value)
     writer.add_float32("qwen3moe.attention.layer_norm_rms_epsilon", 1e-6)
-    writer.add_tokenizer_model("no_vocab")
+    if tokenizer_of is None:
+        writer.add_tokenizer_model("no_vocab")
+    for field in fields:
+        writer.add_key_value(field.name, field.contents(), *field.types[:2])
 
     def matrix(name: str, *shape: int, kind: Any = types.Q4_0) -> None:
         """Write random codes, each block's after its scale: fp16, or the exponent of 2^(e - 127) for MXFP4."""
         is_float = kind == types.Q4_0
         blocks = draw.integers(0, 256, (*shape[:-1], shape[-1] // 32, 18 if is_float else 17), np.uint8)
-        scale = np.float16(0.2 * shape[-1] ** -0.5).tobytes() if is_float else bytes([119])
+        for half in (15, 240) if is_float else ():
+            np.add(blocks, half & 136, out=blocks, where=blocks & half == 0)
+        scale = (
+            np.float16(1.0 if name == EMBEDDING else 0.2 * shape[-1] ** -0.5).tobytes() if is_float else bytes([119])
+        )
         blocks[..., : len(scale)] = np.frombuffer(scale, np.uint8)
         writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=kind)
 
     def vector(name: str, *shape: int) -> None:
         writer.add_tensor(name, np.ones(shape, np.float32))
 
-    matrix("token_embd.weight", VOCABULARY, hidden_size)
-    matrix("output.weight", VOCABULARY, hidden_size)
+    matrix(EMBEDDING, n_tokens, hidden_size)
+    matrix("output.weight", n_tokens, hidden_size)
     vector("output_norm.weight", hidden_size)
     for number in range(spec.n_layers):
         layer = f"blk.{number}."
@@ -276,6 +293,13 @@ def write_gguf(spec: ModelSpec, file: Path) -> None:
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         step()
     writer.close()
+
+
+def _tokenizer_fields(file: Path | None) -> list[Any]:
+    import gguf
+
+    fields = [] if file is None else gguf.GGUFReader(file).fields.values()
+    return [each for each in fields if each.name.startswith("tokenizer.")]
 
 
 if __name__ == "__main__":
