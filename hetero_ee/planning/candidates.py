@@ -150,9 +150,6 @@ def _best_with_chunks(
     fitting = [trial for trial in trials if fits_ram(problem, *trial)]
     if not fitting:
         raise _too_little_ram(problem, min(ram_bytes(problem, *trial) for trial in trials))
-    fitting = [each for trial in fitting for each in _with_embedding(problem, *trial)]
-    if not fitting:
-        raise _does_not_fit(problem, options)
     schedules = {decode: best_schedule(problem, decode, context_tokens) for decode, _ in dict.fromkeys(fitting)}
     found = [completed(problem, decode, chunk, context_tokens, schedules[decode]) for decode, chunk in fitting]
     return min(found, key=key)
@@ -172,7 +169,9 @@ def _trials(
             chains |= dict.fromkeys(_chains(problem, each, chunk))
     if draft_terms(problem, "gpu"):
         chains = {chain: None for chain in chains if chain[-1].on_gpu}
-    return list(dict.fromkeys((_with_disk(problem, chain, chunk), chunk) for chain in chains for chunk in chunks))
+    pairs = itertools.product(chains, chunks)
+    placed = ((chain, chunk) for each, chunk in pairs for chain in _with_embedding(problem, each, chunk))
+    return list(dict.fromkeys((_with_disk(problem, *trial), trial[1]) for trial in placed))
 
 
 def _by_state(problem: Problem, options: Sequence[PartOptions]) -> Iterator[list[PartOptions]]:
@@ -362,7 +361,7 @@ def _with_disk(problem: Problem, decode: Chain, chunk: int) -> Chain:
     return decode if fits(0) else moved(bisect_left(range(len(movable)), True, key=fits))
 
 
-def _with_embedding(problem: Problem, decode: Chain, chunk: int) -> Iterator[Trial]:
+def _with_embedding(problem: Problem, decode: Chain, chunk: int) -> Iterator[Chain]:
     """Yield the chain with the embedding on the GPU, on the CPU, or both versions, as far as they fit.
 
     If the embedding and the first layer are on the GPU, no hidden states have to be copied to it. If all layers are on
@@ -373,7 +372,7 @@ def _with_embedding(problem: Problem, decode: Chain, chunk: int) -> Iterator[Tri
     uses_gpu = any(placement.on_gpu for placement in decode)
     enters = may_enter and uses_gpu and fits_gpu(problem, on_gpu, chunk)
     if enters:
-        yield on_gpu, chunk
+        yield on_gpu
     is_all = enters and all(placement == Placement.GPU for placement in decode[1:])
     if not is_all and pinned != Placement.GPU and fits_gpu(problem, decode, chunk):
-        yield decode, chunk
+        yield decode

@@ -1,5 +1,6 @@
 """Routes that a calibration records: which experts a text chose, in the numbers of the model's files."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +21,15 @@ from hetero_ee.calibration.routes import (
     route_shapes,
 )
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.planner import plan
 from hetero_ee.sparsity.expert_order import ExpertOrder
 from hetero_ee_profiles.reference import reference_profile
 from tests.calibration_support import some_calibration
 from tests.command_line import Cli
 from tests.executor_support import Model, model_of, on_kernels
 
+ASSET = Path(__file__).parents[1] / "assets" / "hybrid_moe"
 CHUNKS = np.random.default_rng(0).integers(0, 90, (4, 40)).tolist()
 
 
@@ -67,7 +71,7 @@ def test_a_calibrated_model_is_planned_and_opened_with_popular_experts_first(
     cli: Cli, tmp_path: Path, kernels: Path
 ) -> None:
     folder = tmp_path / "calibrated_moe"
-    shutil.copytree(Path(__file__).parents[1] / "assets" / "hybrid_moe", folder)
+    shutil.copytree(ASSET, folder)
     options = {"threads": 1, "mode": "full", "context_tokens": 64, "override": [".*moe=hot-8", ".*=gpu"]}
     machine = {"profile": reference_profile("rtx-3060-12gb"), "emulate": True}
 
@@ -89,6 +93,25 @@ def test_a_calibrated_model_is_planned_and_opened_with_popular_experts_first(
     pins = ("-ot", ".*moe=hot-8", "-ot", ".*=gpu")
     ended = cli("plan", folder, "--hardware", "rtx-3060-12gb", "--mode", "full", "-c", 64, *pins)
     assert "25% of their experts, the ones most often active" in " ".join(ended.out.split()), ended.err
+
+
+def test_the_hits_that_a_plan_prints_are_those_of_a_text_it_does_not_know(tmp_path: Path, kernels: Path) -> None:
+    """Stories of a trained model: half of them tell the popular experts, and choices are counted in the others."""
+    folder = tmp_path / "stories"
+    shutil.copytree(ASSET, folder)
+    with Engine.from_pretrained(folder, threads=1, profile="off", context_tokens=128) as it:
+        told = [str(it.generate("Once upon a time", max_new_tokens=96, temperature=1.0, seed=n)) for n in range(8)]
+        chunks, spec = [it.tokenizer.encode(text) for text in told], it.executor.spec
+        known, other = (recorded_routes(it.executor, it.executor.pool, each) for each in (chunks[:4], chunks[4:]))
+    order = ExpertOrder.of(spec, known)
+    assert order is not None
+    for n_hot in (8, 16):  # of 32
+        hits = [other[f"{name}.{CHOSEN}"].mean(0)[row[:n_hot]].sum() for name, row in order.order.items()]
+        limits = Limits(context_tokens=128, mode="full", overrides=((".*moe", f"hot-{n_hot}"), (".*", "gpu")))
+        made = plan(order.expected(spec), reference_profile("rtx-3060-12gb"), limits)
+        said = re.search(r"which is (\d+)% of what", " ".join(made.reasons))
+        assert said and int(said[1]) / 100 == pytest.approx(np.mean(hits), abs=0.05)
+        assert np.mean(hits) > n_hot / 32 + 0.1, "the model has no popular experts"
 
 
 def test_new_experts_are_those_of_no_recent_token() -> None:

@@ -1,6 +1,6 @@
 """The executor on the CPU kernels: weights in tiles or rows as stored, int8 activations, one thread pool."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class CpuExecutor(OpsExecutor):
     Args:
         threads: a thread pool, or the number of threads to start; close() ends them.
         cache: see HostExecutor.
-        reads_ahead: see CpuOps.
+        on_disk: see CpuOps.
     """
 
     _ops: CpuOps
@@ -40,10 +40,10 @@ class CpuExecutor(OpsExecutor):
         threads: int | ThreadPool,
         *,
         cache: KvCache | None = None,
-        reads_ahead: bool = False,
+        on_disk: Collection[str] = (),
     ) -> None:
         self._pool = threads if isinstance(threads, ThreadPool) else ThreadPool(threads)
-        super().__init__(spec, weights, max_tokens, CpuOps(self._pool, reads_ahead=reads_ahead), cache)
+        super().__init__(spec, weights, max_tokens, CpuOps(self._pool, on_disk=on_disk), cache)
 
     def prepare(self, progress: Progress | None = None, stage: str = COMPILING, n_tokens: Iterable[int] = (1,)) -> None:
         """Compile the kernels that the first token needs, or load them from the disk.
