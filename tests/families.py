@@ -161,6 +161,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 4.0,
         },
     ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        LLAMA
+        | {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 48,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 10,
+            "mamba_d_head": 16,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+    ),
     "lfm2-moe": (
         "Lfm2Moe",
         LLAMA | EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
@@ -295,6 +314,7 @@ _LIKE_ANOTHER = [
     "mixtral",
     "olmoe",
     "granite-moe",
+    "granite-hybrid",
 ]
 DISTINCT = sorted(FAMILIES.keys() - _LIKE_ANOTHER)
 PLACED = sorted(set(DISTINCT) - {"olmo3", "smollm3-window", "granite", "starcoder2", "glm4"})  # here: to save time

@@ -13,11 +13,12 @@ CONTROL, NORMAL, UNKNOWN, BYTE = 3, 1, 2, 6
 ARCHITECTURES = {"qwen3_5_text": "qwen35", "mistral": "llama", "gemma3_text": "gemma3", "gemma4_text": "gemma4"}
 ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe", "gpt_oss": "gpt-oss"}
 ARCHITECTURES |= {"lfm2_moe": "lfm2moe", "nemotron_h": "nemotron_h_moe"}
+ARCHITECTURES |= {"granitemoehybrid": "granitehybrid"}
 ARCHITECTURES |= {"qwen3_next": "qwen3next", "glm4_moe": "glm4moe"}
 ARCHITECTURES |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2")
 ARCHITECTURES |= {"olmo3": "olmo2", "ministral3": "mistral3"}  # where model_type is another
 TOKENIZER_KEYS = ("tokenizer.ggml.pre",)  # which can be changed beside a tokenizer
-INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
+INTERLEAVED = ("llama", "granite", "granitehybrid", "smollm3", "mistral3")
 GEMMA = ("gemma", "gemma2", "gemma3")
 Types = Callable[[str], str]  # of a tensor's name in the file, its type
 
@@ -51,14 +52,16 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
         saved = f"{name}.weight" if name.endswith("layer_scalar") else name
         saved = saved.replace("model.", "backbone.", 1) if arch == "nemotron_h_moe" else saved
         saved = f"{name}.weight" if name.endswith(".sinks") else saved.replace("dt_bias", "dt_proj.bias")
+        saved = saved.replace("router.weight", "router.layer.weight") if arch == "granitehybrid" else saved
         found = names.get_name(saved, try_suffixes=(".weight", ".bias"))
         if name.endswith((".expert_bias", "correction_bias")):
             found = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-        if name.endswith(".mixer.A_log"):
+        if name.endswith((".mixer.A_log", ".mamba.A_log")):
             writer.add_tensor(found, (-values.exp())[:, None].numpy())
             continue
-        if name.endswith((".mixer.D", ".mixer.norm.weight")):
-            n_rows = len(values) if name.endswith("D") else config.n_groups
+        if name.endswith((".mixer.D", ".mixer.norm.weight", ".mamba.D", ".mamba.norm.weight")):
+            n_groups = getattr(config, "n_groups", None) or config.mamba_n_groups
+            n_rows = len(values) if name.endswith("D") else n_groups
             writer.add_tensor(found, values.view(n_rows, -1).numpy())
             continue
         if name.endswith(("router.scale", "per_expert_scale")):
@@ -90,7 +93,7 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
         turns = arch in INTERLEAVED and heads is not None
         added = float(arch in (*GEMMA, "qwen35", "qwen35moe", "qwen3next") and name.endswith("norm.weight"))
         is_matrix = values.dim() > 1 and not name.endswith(
-            ("conv.conv.weight", "gate.weight", "router.weight", "router.proj.weight")
+            ("conv.conv.weight", "mamba.conv1d.weight", "gate.weight", "router.weight", "router.proj.weight")
         )
         kind = gguf.GGMLQuantizationType[types(found) if is_matrix else "F32"]
         data = packed((_turned(values, heads) if turns else values + added).numpy(), kind)
@@ -269,8 +272,8 @@ def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
             "{arch}.ssm.time_step_rank": config.linear_num_value_heads,
             "{arch}.ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
         }
-    if arch == "granite":
-        return {
+    if arch in ("granite", "granitehybrid"):
+        return (_metadata_of_granite_hybrid(config) if arch == "granitehybrid" else {}) | {
             "{arch}.attention.scale": float(config.attention_multiplier),
             "{arch}.embedding_scale": float(config.embedding_multiplier),
             "{arch}.residual_scale": float(config.residual_multiplier),
@@ -356,6 +359,22 @@ def _metadata_of_routed(config: Any, arch: str) -> dict[str, Any]:
     }
 
 
+def _metadata_of_granite_hybrid(config: Any) -> dict[str, Any]:
+    n_kv_heads, kinds = config.num_key_value_heads, config.layer_types
+    return {
+        "{arch}.attention.head_count_kv": [n_kv_heads if kind == "full_attention" else 0 for kind in kinds],
+        "{arch}.expert_count": config.num_local_experts or None,
+        "{arch}.expert_used_count": config.num_experts_per_tok if config.num_local_experts else None,
+        "{arch}.expert_shared_feed_forward_length": config.shared_intermediate_size,
+        "{arch}.ssm.conv_kernel": config.mamba_d_conv,
+        "{arch}.ssm.inner_size": config.mamba_n_heads * config.mamba_d_head,
+        "{arch}.ssm.state_size": config.mamba_d_state,
+        "{arch}.ssm.time_step_rank": config.mamba_n_heads,
+        "{arch}.ssm.group_count": config.mamba_n_groups,
+        "{arch}.rope.scaling.finetuned": False,
+    }
+
+
 def _metadata_of_nemotron(config: Any) -> Mapping[str, Any]:
     sizes = {"moe": config.moe_intermediate_size, "mlp": config.intermediate_size}
     kinds, n_kv_heads = config.layers_block_type, config.num_key_value_heads
@@ -413,6 +432,12 @@ def _split(name: str, values: Tensor, config: Any) -> tuple[dict[str, Tensor], C
         by_head = values.view(n_heads, -1, values.shape[1])
         parts = {"attn_k_b": by_head[:, :n_plain].transpose(1, 2), "attn_v_b": by_head[:, n_plain:]}
         return parts, lambda key, value: torch.cat([key.transpose(1, 2), value], 1).flatten(0, 1)
+    if "shared_mlp." in name:
+        ending = "_shexp" if config.num_local_experts else ""
+        if name.endswith("output_linear.weight"):
+            return {f"ffn_down{ending}": values}, lambda down: down
+        gate, up = values.chunk(2)
+        return {f"ffn_gate{ending}": gate, f"ffn_up{ending}": up}, lambda *both: torch.cat(both)
     if name.endswith("in_proj_qkvz.weight"):
         n_keys, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
         value_size = config.linear_num_value_heads // n_keys * config.linear_value_head_dim

@@ -85,6 +85,7 @@ GEMMA_3 = {
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 MINISTRAL_3_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 OLMO_3_ROPE = {"sliding_attention": PLAIN_ROPE, "full_attention": PLAIN_ROPE}
+GRANITE_HYBRID = {"mamba_d_head": 32, "mamba_n_heads": 4, "mamba_d_state": 32}
 LATENT = {"moe_intermediate_size": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
 LATENT |= {"v_head_dim": 32, "num_key_value_heads": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -123,6 +124,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.8}},
     ),
     "glm4.5": ("glm4.5", {"moe_intermediate_size": 32, "head_dim": 32}),
+    "granite-hybrid": ("granite-hybrid", GRANITE_HYBRID | {"shared_intermediate_size": 64}),
+    "granite-hybrid-dense": (
+        "granite-hybrid",
+        GRANITE_HYBRID | {"num_local_experts": 0, "shared_intermediate_size": 96},
+    ),
     "phi3": ("phi3", {}),
     "gemma": ("gemma", {"head_dim": 16, "attention_bias": False}),
     "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16}),

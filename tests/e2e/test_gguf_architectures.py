@@ -27,7 +27,7 @@ from tests.gguf_models import write_gguf
 pytest.importorskip("gguf")
 KINDS = ["gemma2", "gemma3", "olmo2", "olmo3", "granite", "starcoder2", "stablelm", "glm4", "smollm3"]
 KINDS += ["qwen3.5", "qwen3-moe", "qwen3.5-moe", "gpt-oss", "lfm2", "gemma", "seed_oss", "ernie4_5", "gemma4"]
-KINDS += ["ministral3", "qwen3-next", "glm4-flash", "deepseek2", "deepseek3", "glm4.5"]
+KINDS += ["ministral3", "qwen3-next", "glm4-flash", "deepseek2", "deepseek3", "glm4.5", "granite-hybrid"]
 
 
 def written(name: str, file: Path, kind: str = "F16", **changes: Any) -> Any:
@@ -198,7 +198,7 @@ def test_scores_of_27b_are_divided_by_the_share_of_the_hidden_size(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*KINDS, "gemma4-moe", "lfm2-moe", "nemotron-h"])
+@pytest.mark.parametrize("name", [*KINDS, "granite-hybrid-dense", "gemma4-moe", "lfm2-moe", "nemotron-h"])
 def test_llama_cpp_computes_the_same_of_these_files(tmp_path: Path, name: str) -> None:
     """That the tests' writer puts rows, norms and metadata where llama.cpp looks for them."""
     llama_cpp = pytest.importorskip("llama_cpp")

@@ -73,15 +73,28 @@ NEMOTRON_FIELDS = ROUTED | {
     "ssm_state_size": "ssm.state_size",
     "conv_kernel": "ssm.conv_kernel",
 }
-NEMOTRON_NAMES = {
+MAMBA = {
+    "in_proj": "ssm_in",
+    "conv1d": "ssm_conv1d",
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "D": "ssm_d",
+    "norm": "ssm_norm",
+    "out_proj": "ssm_out",
+}
+GRANITE_HYBRID_FIELDS = EXPERTS | {
+    "num_local_experts": "expert_count",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_d_conv": "ssm.conv_kernel",
+}
+GRANITE_HYBRID_NAMES = {f"mamba.{name}": theirs for name, theirs in MAMBA.items()} | {
+    "block_sparse_moe.router.layer": "ffn_gate_inp"
+}
+NEMOTRON_NAMES = {f"mixer.{name}": theirs for name, theirs in MAMBA.items()} | {
     "norm": "attn_norm",
-    "mixer.in_proj": "ssm_in",
-    "mixer.conv1d": "ssm_conv1d",
-    "mixer.A_log": "ssm_a",
-    "mixer.dt_bias": "ssm_dt.bias",
-    "mixer.D": "ssm_d",
-    "mixer.norm": "ssm_norm",
-    "mixer.out_proj": "ssm_out",
     "mixer.q_proj": "attn_q",
     "mixer.k_proj": "attn_k",
     "mixer.v_proj": "attn_v",

@@ -16,6 +16,8 @@ from hetero_ee.hub.gguf.architecture_names import (
     FUSED,
     GEMMA_4_FIELDS,
     GEMMA_4_NAMES,
+    GRANITE_HYBRID_FIELDS,
+    GRANITE_HYBRID_NAMES,
     LFM_2_EXPERTS,
     LFM_2_NAMES,
     LINEAR,
@@ -155,9 +157,28 @@ def _olmo(header: GgufHeader, config: Config) -> Config:
 
 
 def _granite(header: GgufHeader, config: Config) -> Config:
-    """Return Granite's scale factors. A missing or zero factor counts as 1, or as the default for attention scores."""
     if header.get("rope.scaling.finetuned") is False:
         raise header.failure("its heads do not rotate (rope.scaling.finetuned is false), which is not supported")
+    return _granite_factors(header, config)
+
+
+def _granite_hybrid(header: GgufHeader, config: Config) -> Config:
+    n_heads, size = config["mamba_n_heads"], header.get("ssm.inner_size")
+    if type(n_heads) is not int or type(size) is not int or n_heads < 1:
+        raise header.failure(f"it has {shown(n_heads)} heads of {shown(size)} features, expected two numbers")
+    return (
+        _granite_factors(header, config)
+        | _kinds_by_heads(header, "mamba")
+        | {
+            "num_local_experts": config["num_experts"] or 0,
+            "mamba_d_head": size // n_heads,
+            "position_embedding_type": "nope" if header.get("rope.scaling.finetuned") is False else "rope",
+        }
+    )
+
+
+def _granite_factors(header: GgufHeader, config: Config) -> Config:
+    """Return Granite's scale factors. A missing or zero factor counts as 1, or as the default for attention scores."""
     head_dim, scale = config["head_dim"], header.get("attention.scale")
     usual = head_dim**-0.5 if type(head_dim) is int and head_dim > 0 else None
     return {
@@ -242,15 +263,17 @@ def _qwen_3_5(header: GgufHeader, config: Config) -> Config:
 
 
 def _lfm_2(header: GgufHeader, config: Config) -> Config:
-    """Return LFM2's fields. Layers without key heads are convolutions, and FFNs have their final size."""
+    """Return LFM2's fields. FFNs have their final size."""
+    return _kinds_by_heads(header, "conv") | {"block_auto_adjust_ff_dim": False}
+
+
+def _kinds_by_heads(header: GgufHeader, other: str) -> Config:
+    """Return the number of key heads and the layers' types, of which those without key heads are `other`."""
     counts = header.get("attention.head_count_kv")
     if not isinstance(counts, list) or not all(type(count) is int for count in counts) or not any(counts):
         raise header.failure(f"attention.head_count_kv is {shown(counts)}, expected a number of key heads per layer")
-    return {
-        "num_key_value_heads": max(counts),
-        "layer_types": ["full_attention" if count else "conv" for count in counts],
-        "block_auto_adjust_ff_dim": False,
-    }
+    kinds = ["full_attention" if count else other for count in counts]
+    return {"num_key_value_heads": max(counts), "layer_types": kinds}
 
 
 def _nemotron_h(header: GgufHeader, config: Config) -> Config:
@@ -420,6 +443,15 @@ ARCHITECTURES = {
     "mistral3": GgufArchitecture("Ministral3ForCausalLM", more=_mistral_3, is_interleaved=True),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", more=_olmo, names=AFTER_ATTENTION),
     "granite": GgufArchitecture("GraniteForCausalLM", more=_granite, is_interleaved=True, has_rope_factors=True),
+    "granitehybrid": GgufArchitecture(
+        "GraniteMoeHybridForCausalLM",
+        fields=GRANITE_HYBRID_FIELDS,
+        more=_granite_hybrid,
+        names=GRANITE_HYBRID_NAMES,
+        is_interleaved=True,
+        differs=("num_key_value_heads",),
+        logarithms=(".A_log",),
+    ),
     "starcoder2": GgufArchitecture("Starcoder2ForCausalLM", ("norm_epsilon", LAYER), more=_use_bias),
     "stablelm": GgufArchitecture("StableLmForCausalLM", ("layer_norm_eps", LAYER), more=_stablelm, rotates_part=True),
     "glm4": GgufArchitecture("Glm4ForCausalLM", more=_glm_4, rotates_part=True),

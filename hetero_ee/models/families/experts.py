@@ -36,7 +36,7 @@ MIXTRAL_NAMES = TENSOR_NAMES | {  # there is no tensor of all experts
     "layers.{n}.moe.gate_up": ("", _SPARSE + "experts.{e}.w1", _SPARSE + "experts.{e}.w3"),
     "layers.{n}.moe.down": ("", _SPARSE + "experts.{e}.w2"),
 }
-GRANITE_NAMES = TENSOR_NAMES | {  # there are no tensors of each
+GRANITE_NAMES = TENSOR_NAMES | {  # only GGUF files have tensors of each
     "layers.{n}.moe.router": (_SPARSE + "router.layer",),
     "layers.{n}.moe.gate_up": (_SPARSE + "input_linear.weight",),
     "layers.{n}.moe.down": (_SPARSE + "output_linear.weight",),

@@ -57,7 +57,7 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
     assert isinstance(usual.mixer, AttentionSpec) and usual.ffn is not None, "no layer is defined separately yet"
     mixers: dict[str, MixerSpec] = {ATTENTION: usual.mixer, MLP: usual.ffn}
     if MAMBA in kinds:
-        mixers[MAMBA] = _read_mamba(fields, spec)
+        mixers[MAMBA] = read_mamba(fields, spec)
     if MOE in kinds:
         if fields.get("moe_latent_size") is not None:
             raise fields.fail("moe_latent_size is set, and experts of a latent vector are not supported.")
@@ -80,7 +80,7 @@ def _read_kinds(fields: Fields) -> list[str]:
     return kinds
 
 
-def _read_mamba(fields: Fields, spec: ModelSpec) -> MambaSpec:
+def read_mamba(fields: Fields, spec: ModelSpec) -> MambaSpec:
     n_heads, n_groups = fields.integer("mamba_num_heads", 128), fields.integer("n_groups", 8)
     if n_heads % n_groups:
         raise fields.fail(f"mamba_num_heads {n_heads} is not a multiple of n_groups {n_groups}.")
