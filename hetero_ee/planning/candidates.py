@@ -71,9 +71,12 @@ class Candidate:
 
     def long_request_s(self) -> float:
         """Return the seconds of a request with a long prompt, which may fill the context."""
-        problem, n_tokens = self.problem, min(LONG_PROMPT_TOKENS, self.problem.context_tokens)
-        read_s = prompt_s(problem.costs, problem.parts, self.placements, n_tokens, self.chunk_tokens, self.reading)
-        return read_s + LONG_TEXT_TOKENS * self.schedule.token_s
+        return self.prompt_s(LONG_PROMPT_TOKENS) + LONG_TEXT_TOKENS * self.schedule.token_s
+
+    def prompt_s(self, n_tokens: int) -> float:
+        """Return the seconds to read a prompt, of at most the context."""
+        problem, n_tokens = self.problem, min(n_tokens, self.problem.context_tokens)
+        return prompt_s(problem.costs, problem.parts, self.placements, n_tokens, self.chunk_tokens, self.reading)
 
     @property
     def reading(self) -> PromptReading | None:

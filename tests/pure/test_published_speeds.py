@@ -16,7 +16,13 @@ from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import DraftRates, Statistics, published_statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee_profiles.data_sheets import data_sheets
-from hetero_ee_profiles.reference import ATTENTION_CLOCKS, FP32_LANES, VRAM_SHARE, reference_profile
+from hetero_ee_profiles.reference import (
+    ATTENTION_CLOCKS,
+    FP32_LANES,
+    VRAM_SHARE,
+    derived_profile,
+    reference_profile,
+)
 from scripts.compare_published import (
     DECODE,
     PROMPTS,
@@ -26,7 +32,7 @@ from scripts.compare_published import (
     shortfalls,
     table,
 )
-from scripts.published_experts import EXPERTS, RATIO_GOAL, Settings, misses, predicted_settings
+from scripts.published_experts import EXPERTS, PC_3090, RATIO_GOAL, Settings, misses, predicted_settings
 from scripts.published_splits import OLD_PC, SPLITS, split_speed
 from tests.shipped import MACHINES, SHAPES
 
@@ -100,6 +106,21 @@ def test_layers_that_leave_prompts_no_room_are_told_what_that_costs() -> None:
     assert not any("prompts' weights" in reason for reason in roomy.reasons)
     [reason] = [reason for reason in asked_for(0).reasons if "prompts' weights" in reason]
     assert reason.startswith("With -ngl 0 the GPU is not there for streaming prompts' weights: 512 tokens take ")
+
+
+def test_experts_that_leave_prompts_no_room_are_told_what_that_costs() -> None:
+    def asked(n_cpu_moe: int) -> Plan:
+        more = {"chunk_tokens": 2048, "vram_margin_bytes": 0}
+        limits = Limits(context_tokens=16384, mode="full", gpu_layers=36, n_cpu_moe=n_cpu_moe, **more)
+        return plan(known_spec("gpt-oss-120b"), derived_profile(PC_3090, ""), limits, predict_at_tokens=2048)
+
+    full = asked(25)
+    [reason] = [reason for reason in full.reasons if "no room is left for streaming prompts' weights" in reason]
+    better = asked(int(reason.partition("; with -ncmoe ")[2].split()[0]))
+    for made in (full, better):
+        assert f"{2048 / made.prediction.prompt_tokens_per_s:.3g} s" in reason
+        assert f"{made.prediction.generated_tokens_per_s:.3g}" in reason
+    assert not any("prompts' weights" in reason for reason in better.reasons)
 
 
 def test_prompts_visit_the_gpu_whatever_the_head_lies_on() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from statistics import mean
+from typing import Any
 
 from hetero_ee.costs.neurons import NeuronRows, hot_activations
 from hetero_ee.errors import UsageError
@@ -11,7 +12,7 @@ from hetero_ee.options.engine import EARLY_EXIT_MODES
 from hetero_ee.planning.candidates import Candidate, best_candidate
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import EXIT, SEQUENCE, Prediction
-from hetero_ee.planning.problem import resolve
+from hetero_ee.planning.problem import Problem, resolve
 from hetero_ee.planning.reports.explanation import sized
 from hetero_ee.planning.schedule import WORTH_IT, is_worth_it, neighbours
 from hetero_ee.planning.times.costs import part_work, split_work
@@ -110,35 +111,49 @@ def _transfer_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
 
 
 def _prompt_reasons(best: Candidate) -> Iterator[str]:
-    """Yield a warning if the requested -ngl leaves no VRAM to stream weights for prompts and fewer layers help."""
-    problem, asked = best.problem, best.problem.limits.gpu_layers
-    if asked is None or problem.costs.profile.gpu is None or not {"cpu", "disk"} & set(best.prefill[1:-1]):
+    """Yield a warning if the requested -ngl or -ncmoe leaves no VRAM to stream weights for prompts and others help."""
+    problem, limits, pairs = best.problem, best.problem.limits, list(zip(best.problem.parts, best.prefill, strict=True))
+    n_layers = problem.spec.n_layers
+    of_experts = limits.n_cpu_moe is not None and n_layers <= (limits.gpu_layers or n_layers)
+    name, flag = ("n_cpu_moe", "-ncmoe") if of_experts else ("gpu_layers", "-ngl")
+    asked, streams_experts = getattr(limits, name), any(part.has_experts and each == "visit" for part, each in pairs)
+    computes = any(each.uses_cpu for _, each in pairs[1:-1])
+    if asked is None or problem.costs.profile.gpu is None or not computes or streams_experts:
         return
-    asked, n_prompt = min(asked, problem.spec.n_layers), min(REQUEST_PROMPT_TOKENS, problem.context_tokens)
-    first = [part for part in problem.layers if part.layer == 0]
-    layer_bytes = sum(part_gpu_bytes(part, Placement.GPU, problem.kv_bytes(part)) for part in first)
-    needed_bytes = stream_buffer_bytes(problem.layers, [Placement.VISIT] * len(problem.layers), problem.context_tokens)
-    n_fewer = 1 + needed_bytes // layer_bytes
-    others = dict(_with_layers(best, range(max(1, asked - 1), max(0, asked - 1 - n_fewer), -1)))
-    least_s = min((other.read_s for other in others.values()), default=best.read_s)
-    if least_s > PROMPT_CLIFF * best.read_s:
+    asked, n_prompt = min(asked, n_layers), min(max(REQUEST_PROMPT_TOKENS, best.chunk_tokens), problem.context_tokens)
+    read_s, others = best.prompt_s(n_prompt), dict(_with_limit(best, name, _other_counts(problem, name, asked)))
+    others_s = {number: other.prompt_s(n_prompt) for number, other in others.items()}
+    least_s = min(others_s.values(), default=read_s)
+    if least_s > PROMPT_CLIFF * read_s:
         return
-    n_layers, other = next(each for each in others.items() if each[1].read_s <= (1 + LEAST_SHARE) * least_s)
+    number = next(number for number, seconds in others_s.items() if seconds <= (1 + LEAST_SHARE) * least_s)
     yield (
-        f"With -ngl {asked} {'no room is left' if asked else 'the GPU is not there'} for streaming prompts' weights: "
-        f"{n_prompt} tokens take {best.read_s:.3g} s; with -ngl {n_layers} {other.read_s:.3g} s, and text "
-        f"{1 / other.schedule.token_s:.3g} instead of {1 / best.schedule.token_s:.3g} tokens/s."
+        f"With {flag} {asked} {'no room is left' if asked or of_experts else 'the GPU is not there'} for streaming "
+        f"prompts' weights: {n_prompt} tokens take {read_s:.3g} s; with {flag} {number} {others_s[number]:.3g} s, and "
+        f"text {1 / others[number].schedule.token_s:.3g} instead of {1 / best.schedule.token_s:.3g} tokens/s."
     )
 
 
-def _with_layers(best: Candidate, counts: Iterable[int]) -> Iterator[tuple[int, Candidate]]:
-    """Yield the best candidate for each number of layers on the GPU that fits."""
+def _other_counts(problem: Problem, name: str, asked: int) -> range:
+    """Return fewer layers on the GPU, or more without their experts, until buffers for prompts surely fit."""
+    needed_bytes = stream_buffer_bytes(problem.layers, [Placement.VISIT] * len(problem.layers), problem.context_tokens)
+    if name == "n_cpu_moe":
+        expert_bytes = max(part.weight_bytes for part in problem.layers if part.has_experts)
+        return range(asked + 1, min(problem.spec.n_layers, asked + 1 + needed_bytes // expert_bytes) + 1)
+    first = [part for part in problem.layers if part.layer == 0]
+    layer_bytes = sum(part_gpu_bytes(part, Placement.GPU, problem.kv_bytes(part)) for part in first)
+    return range(max(1, asked - 1), max(0, asked - 2 - needed_bytes // layer_bytes), -1)
+
+
+def _with_limit(best: Candidate, name: str, numbers: Iterable[int]) -> Iterator[tuple[int, Candidate]]:
+    """Yield the best candidate for each value of a limit that fits."""
     problem = best.problem
-    for n_layers in counts:
-        limits = replace(problem.limits, gpu_layers=n_layers, context_tokens=problem.context_tokens)
+    for number in numbers:
+        changes: dict[str, Any] = {"context_tokens": problem.context_tokens, name: number}
+        limits = replace(problem.limits, **changes)
         with suppress(UsageError):
             found = resolve(problem.spec, problem.costs.profile, limits, problem.statistics)
-            yield n_layers, best_candidate(found, best.context_tokens)
+            yield number, best_candidate(found, best.context_tokens)
 
 
 def _sparse_reasons(best: Candidate) -> Iterator[str]:
