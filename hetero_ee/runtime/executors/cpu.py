@@ -18,6 +18,7 @@ from hetero_ee.runtime.executors.executor import SplitFfn
 from hetero_ee.runtime.executors.host import OpsExecutor
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.sections import section_neurons
+from hetero_ee_cpu_ops.heap import keep_freed_memory
 from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 
 
@@ -44,6 +45,7 @@ class CpuExecutor(OpsExecutor):
     ) -> None:
         self._pool = threads if isinstance(threads, ThreadPool) else ThreadPool(threads)
         super().__init__(spec, weights, max_tokens, CpuOps(self._pool, on_disk=on_disk), cache)
+        keep_freed_memory()
 
     def prepare(self, progress: Progress | None = None, stage: str = COMPILING, n_tokens: Iterable[int] = (1,)) -> None:
         """Compile the kernels that the first token needs, or load them from the disk.
