@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_moe import SHAPES, model, write_gguf
+from bench_moe import SHAPES, model
+from experts_gguf import write_gguf
 
 from hetero_ee import Engine
 from hetero_ee_profiles.host.host import this_host

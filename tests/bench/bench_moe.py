@@ -1,29 +1,38 @@
 """Speed of experts on the CPU, in a published model's shape, by this engine and, where it is installed, by llama.cpp.
 
-    PYTHONPATH=. python tests/bench/bench_moe.py [--shape gpt-oss-20b] [--json] [--layers 2] [--threads 2]
+    PYTHONPATH=. python tests/bench/bench_moe.py [--shape gpt-oss-20b] [--json] [--layers 4] [--threads 2]
 
 First the experts alone: m tokens choose experts, at random or so that each keeps 45 % of its predecessor's. "union" is
-the number of distinct experts, whose bytes over the time give GB/s; "over_limit" is the time over that of reading these
-bytes at the memory's rate, which is measured first. Layers take turns, so that no expert is in the cache.
-Then whole layers with a small attention: passes of m different or equal tokens, and of prompts, with logits, by both
-engines in turns, of Qwen3-MoE's architecture whatever the shape. Weights are random: fitted codebooks here, Q4_0 in a
-synthetic GGUF file there, both of 4.5 bits; gpt-oss-20b's experts are MXFP4 in both, in 4.5 bits here and 4.25 there.
-Medians, and the best of the repeats for machines that are not quiet; "ratio" is llama.cpp's time over ours.
+the number of distinct experts, whose bytes over the time give GB/s; "over_limit" is the time over that in which a loop
+that only reads gets as many bytes, right after it. Layers take turns, so that no expert is in the cache.
+Then whole layers with a small attention: passes of m tokens, different or each twice, and of prompts, with logits, by
+both engines and the reading loop in turns, of Qwen3-MoE's architecture whatever the shape. Weights are random: fitted
+codebooks here, Q4_0 in a synthetic GGUF file there, both of 4.5 bits; gpt-oss-20b's experts are MXFP4 in both, in 4.5
+bits here and 4.25 there. Routers and embeddings are the same in both, and embeddings are so large that a token's
+experts depend on it alone: both engines use the same experts, "union" per layer, and others in each pass.
+Medians, and the best of the repeats for machines that are not quiet; "ratio" is llama.cpp's time over ours, and
+"ratio_limit" over that of reading our bytes, which no engine's ratio exceeds. Both engines' weights are in anonymous
+memory, in huge pages as far as "huge_pages" says. Before an engine's turn the other's threads fall asleep; its first
+pass is not timed.
 """
 
 import argparse
+import ctypes
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.util import find_spec
+from operator import truediv
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from experts_gguf import write_gguf
 from llamacpp import LlamaCpp
 
 from hetero_ee.config import cache_folder
@@ -36,12 +45,18 @@ from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.gguf_blocks import MXFP4_CODEBOOK
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.random_weights import random_weights
+from hetero_ee.weights.weight import TileWeight
 
 N_HEADS, HEAD, VOCABULARY = 8, 64, 512
-EMBEDDING, TOKENS = "token_embd.weight", "tokenizer.ggml.tokens"
 FEW, PROMPT, CONTEXT, ROOM = (1, 2, 4, 8), 512, 64, 1024
 KEPT = {"random": 0.0, "overlapping": 0.45}  # share of its predecessor's experts that a token keeps
-DISTINCT = {"random": 400, "overlapping": 1}  # different tokens in a pass of whole layers
+N_DISTINCT = 400  # most different tokens of a pass of whole layers
+REPEATED = {"random": 1, "overlapping": 2}  # how often each is in the pass
+EMBEDDING_GROWTH = 11  # powers of two: residual additions then change no choice of experts
+QUIET_S = 0.01  # after which neither engine's idle threads spin
+HUGE_PAGE, LARGE = 2**21, 2**26  # bytes of a page, and of a mapping that holds weights
+READ_BYTES = 2**29  # that the reading loop has to choose from
+COLLAPSE = 25  # Linux's MADV_COLLAPSE: makes huge pages at once
 
 
 class Shape(NamedTuple):
@@ -63,28 +78,40 @@ SHAPES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
-    parser.add_argument("--shape", choices=SHAPES, default=next(iter(SHAPES)))
-    for name, default in (("--layers", 2), ("--threads", 2), ("--repeats", 9)):
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="both by default")
+    for name, default in (("--layers", 4), ("--threads", 2), ("--repeats", 9)):
         parser.add_argument(name, type=int, default=default)
     arguments = parser.parse_args()
     use_kernel_cache(cache_folder())
+    from hetero_ee_cpu_ops.heap import keep_freed_memory
     from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 
-    shape = SHAPES[arguments.shape]
-    spec = model(arguments.layers, shape)
-    weights, pool = with_codebook(random_weights(spec), shape.codebook), ThreadPool(arguments.threads)
-    document: dict[str, Any] = {
-        "shape": arguments.shape,
-        "threads": arguments.threads,
-        "experts": list(experts_alone(spec, weights, pool, arguments.repeats)),
-        "layers": list(whole_layers(spec, weights, pool, arguments.repeats)),
-    }
+    keep_freed_memory()  # as executors do
+
+    with closing(ThreadPool(arguments.threads)) as pool:
+        documents = [measured(name, arguments, pool) for name in arguments.shape or SHAPES]
     if arguments.json:
-        print(json.dumps(document))
+        print(json.dumps(documents))
         return
-    for line in (*document["experts"], *document["layers"]):
-        shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in line.items()}
-        print(", ".join(f"{name} {value}" for name, value in shown.items()))
+    for document in documents:
+        print(f"{document['shape']}, {document['threads']} threads, {document['huge_pages']:.0%} in huge pages")
+        for line in (*document["experts"], *document["layers"]):
+            shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in line.items()}
+            print(", ".join(f"{name} {value}" for name, value in shown.items()))
+
+
+def measured(name: str, arguments: argparse.Namespace, pool: Any) -> dict[str, Any]:
+    shape, read = SHAPES[name], reader(pool)
+    spec = model(arguments.layers, shape)
+    weights = adapted(random_weights(spec), shape.codebook)
+    return {
+        "shape": name,
+        "n_layers": arguments.layers,
+        "threads": arguments.threads,
+        "experts": list(experts_alone(spec, weights, pool, read, arguments.repeats)),
+        "layers": list(whole_layers(spec, weights, pool, read, arguments.repeats, is_mxfp4=shape.codebook is not None)),
+        "huge_pages": huge_share(),
+    }
 
 
 def model(n_layers: int, shape: Shape) -> ModelSpec:
@@ -105,15 +132,20 @@ def model(n_layers: int, shape: Shape) -> ModelSpec:
     return spec_from_hf(fields, "bench_moe")
 
 
-def with_codebook(weights: ModelWeights, codebook: tuple[int, ...] | None) -> ModelWeights:
-    """Return the weights with other values of the experts' codes."""
-    if codebook is None:
-        return weights
-    changed = {name: replace(weight, codebook=codebook) for name, weight in weights.matrices.items() if ".moe." in name}
+def adapted(weights: ModelWeights, codebook: tuple[int, ...] | None) -> ModelWeights:
+    """Return the weights with larger embeddings, and with other values of the experts' codes unless None."""
+    tokens = weights.matrices["embedding.tokens"]
+    assert isinstance(tokens, TileWeight)
+    changed: dict[str, Any] = {"embedding.tokens": replace(tokens, exponent=tokens.exponent + EMBEDDING_GROWTH)}
+    for name, weight in weights.matrices.items():
+        if codebook is not None and ".moe." in name and isinstance(weight, TileWeight):
+            changed[name] = replace(weight, codebook=codebook)
     return replace(weights, matrices=weights.matrices | changed)
 
 
-def experts_alone(spec: ModelSpec, weights: Any, pool: Any, n_repeats: int) -> Iterator[dict[str, Any]]:
+def experts_alone(
+    spec: ModelSpec, weights: ModelWeights, pool: Any, read: Callable[[float], float], n_repeats: int
+) -> Iterator[dict[str, Any]]:
     from hetero_ee.ops.cpu import CpuOps
 
     ops, moe, draw = CpuOps(pool), spec.layer(0).ffn, np.random.default_rng(0)
@@ -121,29 +153,46 @@ def experts_alone(spec: ModelSpec, weights: Any, pool: Any, n_repeats: int) -> I
     layers = []
     for number in range(spec.n_layers):
         names = (f"layers.{number}.moe.{short}" for short in (moe.first, "down"))
-        matrices = (ops.matrix(name, weights.matrices[name], None) for name in names)
-        layers.append(Experts(*matrices, moe.activation, moe.expert_rows, moe.hidden_size, moe.router.n_experts))
-    expert_bytes = sum(each.weight.n_bytes for each in (layers[0].first, layers[0].down)) / layers[0].n
-    bytes_per_s = read_rate(pool)
+        first, down = (ops.matrix(name, weights.matrices[name], None) for name in names)
+        layers.append(Experts(first, down, moe.activation, moe.expert_rows, moe.hidden_size, moe.router.n_experts))
+    expert_bytes = bytes_of_expert(spec, weights)
     for m in (*FEW, PROMPT):
         for name, kept in KEPT.items():
-            times, unions, rates = [], [], []
-            for repeat in range(n_repeats * (4 if m < PROMPT else 1)):
+            times: list[float] = []
+            limits: list[float] = []
+            unions: list[float] = []
+            for repeat in range(-len(layers), n_repeats * (4 if m < PROMPT else 1)):
                 x = draw.standard_normal((m, moe.hidden_size), np.float32)
                 routes = drawn_routes(draw, m, moe.router, kept)
-                layer = layers[repeat % len(layers)]
+                layer, union = layers[repeat % len(layers)], len(np.unique(routes[:, : moe.router.n_active]))
+                read(expert_bytes)  # wakes the threads
                 start_s = time.perf_counter()
                 ops.add_experts(ops.expert_outputs(x, routes, layer), routes, layer, None)
-                times.append(time.perf_counter() - start_s)
-                unions.append(len(np.unique(routes[:, : moe.router.n_active])))
-                rates.append(unions[-1] * expert_bytes / times[-1])
-            rate = statistics.median(rates)
-            found = {"routes": name, "m": m, "union": statistics.mean(unions), "ms": statistics.median(times) * 1e3}
-            yield found | {
-                "gb_per_s": rate / 1e9,
-                "over_limit": bytes_per_s / rate,
-                "over_limit_best": bytes_per_s / max(rates),
+                found = time.perf_counter() - start_s, read(union * expert_bytes), union
+                if repeat >= 0:  # the first turn warms up
+                    for values, value in zip((times, limits, unions), found, strict=True):
+                        values.append(value)
+            over = [each / limit for each, limit in zip(times, limits, strict=True)]
+            each_s, limit_s = (min(map(truediv, seconds, unions)) for seconds in (times, limits))  # of an expert
+            n_bytes = statistics.mean(unions) * expert_bytes
+            yield {
+                "routes": name,
+                "m": m,
+                "union": statistics.mean(unions),
+                "mb": n_bytes / 1e6,
+                "ms": statistics.median(times) * 1e3,
+                "gb_per_s": n_bytes / statistics.median(times) / 1e9,
+                "read_gb_per_s": n_bytes / statistics.median(limits) / 1e9,
+                "over_limit": statistics.median(over),
+                "over_limit_best": each_s / limit_s,
             }
+
+
+def bytes_of_expert(spec: ModelSpec, weights: ModelWeights) -> float:
+    moe = spec.layer(0).ffn
+    assert isinstance(moe, MoeSpec)
+    matrices = (weights.matrices[f"layers.0.moe.{short}"] for short in (moe.first, "down"))
+    return sum(matrix.n_bytes for matrix in matrices) / moe.router.n_experts
 
 
 def drawn_routes(draw: Any, m: int, router: RouterSpec, kept: float) -> Any:
@@ -157,12 +206,18 @@ def drawn_routes(draw: Any, m: int, router: RouterSpec, kept: float) -> Any:
     return np.hstack([np.array(chosen), np.full((m, k), 1 / k)]).astype(np.float32)
 
 
-def read_rate(pool: Any, n_bytes: int = 2**29) -> float:
-    """Bytes per second at which all threads read memory."""
+def reader(pool: Any) -> Callable[[float], float]:
+    """Return a function that reads so many bytes with all threads, and returns the seconds."""
     from hetero_ee_cpu_ops.read import Read
 
-    read, block = Read(pool), np.ones(n_bytes, np.uint8)
-    return n_bytes / min(timed(lambda: read(block)) for _ in range(5))
+    read, block, draw = Read(pool), np.ones(READ_BYTES, np.uint8), np.random.default_rng(0)
+
+    def seconds(n_bytes: float) -> float:
+        n_read = min(READ_BYTES, int(n_bytes) // 256 * 256)
+        first = int(draw.integers((READ_BYTES - n_read) // 256 + 1)) * 256
+        return timed(lambda: read(block[first : first + n_read])) * n_bytes / n_read
+
+    return seconds
 
 
 def timed(run: Callable[[], Any]) -> float:
@@ -171,135 +226,129 @@ def timed(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start_s
 
 
-def whole_layers(spec: ModelSpec, weights: Any, pool: Any, n_repeats: int) -> Iterator[dict[str, Any]]:
+def whole_layers(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    pool: Any,
+    read: Callable[[float], float],
+    n_repeats: int,
+    *,
+    is_mxfp4: bool,
+) -> Iterator[dict[str, Any]]:
+    draw, passes = np.random.default_rng(0), Passes(chosen_experts(spec, weights), bytes_of_pass(spec, weights))
+    with TemporaryDirectory() as folder, ExitStack() as opened:
+        engines: dict[str, Callable[[int, int, int], float]] = {"ours": our_pass(spec, weights, pool)}
+        if find_spec("llama_cpp"):
+            file = Path(folder) / "experts.gguf"
+            write_gguf(spec, file, weights=weights, is_mxfp4=is_mxfp4)
+            peer = LlamaCpp(file, pool.n_threads, ROOM, flash_attention=True, mapped=False)
+            opened.enter_context(closing(peer))
+            peer.fill(CONTEXT)
+            use_huge_pages()
+
+            def theirs(m: int, first: int, n_distinct: int) -> float:
+                peer.first_token, peer.n_distinct = first, n_distinct
+                return peer.step(m, m)  # of tokens without logits it leaves the last layer out
+
+            engines["llama.cpp"] = theirs
+        engines["read"] = lambda m, first, n_distinct: read(passes.n_bytes(first, n_distinct))
+        for m in (*FEW, PROMPT):
+            for name, repeated in REPEATED.items():
+                n_distinct = min(N_DISTINCT, -(-m // repeated))
+                found, firsts = timed_in_turns(engines, m, n_distinct, n_repeats, draw)
+                line: dict[str, Any] = {"tokens": name, "m": m}
+                line["union"] = statistics.mean(passes.union(first, n_distinct) for first in firsts)
+                for of, choose in (("", statistics.median), ("_best", min)):
+                    times = {engine: choose(each) * 1e3 for engine, each in found.items()}
+                    line |= {f"{engine}_ms{of}": each for engine, each in times.items()}
+                    if "llama.cpp" in times:
+                        line[f"ratio{of}"] = times["llama.cpp"] / times["ours"]
+                        line[f"ratio_limit{of}"] = times["llama.cpp"] / times["read"]
+                yield line
+
+
+class Passes(NamedTuple):
+    """What passes of tokens in a row read. chosen: see chosen_experts; the rest is of bytes_of_pass."""
+
+    chosen: Any
+    bytes_of: tuple[float, float]
+
+    def union(self, first: int, n_distinct: int) -> float:
+        """Return the number of distinct experts per layer."""
+        return float(self.chosen[first : first + n_distinct].any(0).sum(1).mean())
+
+    def n_bytes(self, first: int, n_distinct: int) -> float:
+        of_expert, others = self.bytes_of
+        return self.union(first, n_distinct) * self.chosen.shape[1] * of_expert + others
+
+
+def bytes_of_pass(spec: ModelSpec, weights: ModelWeights) -> tuple[float, float]:
+    """Return the bytes of an expert, and of everything else that a pass reads."""
+    others = sum(matrix.n_bytes for name, matrix in weights.matrices.items() if ".attention." in name or "head" in name)
+    routers = sum(vector.nbytes for name, vector in weights.vectors.items() if name.endswith("router"))
+    return bytes_of_expert(spec, weights), others + routers
+
+
+def timed_in_turns(
+    engines: dict[str, Callable[[int, int, int], float]], m: int, n_distinct: int, n_repeats: int, draw: Any
+) -> tuple[dict[str, list[float]], list[int]]:
+    """Return each engine's seconds for passes of the same tokens, and their first ones."""
+    found: dict[str, list[float]] = {engine: [] for engine in engines}
+    used: list[int] = []
+    for _ in range(n_repeats if m < PROMPT else max(1, n_repeats // 3)):
+        firsts = draw.integers(VOCABULARY - N_DISTINCT, size=3).tolist()
+        timed_firsts = firsts[1:] if m < PROMPT else firsts[:1]
+        used += timed_firsts
+        for engine, step in engines.items():
+            time.sleep(QUIET_S)
+            if m < PROMPT:
+                step(m, firsts[0], n_distinct)
+            found[engine] += [step(m, first, n_distinct) for first in timed_firsts]
+    return found, used
+
+
+def use_huge_pages() -> None:
+    """Move large anonymous memory into huge pages, for which NumPy asks and llama.cpp does not."""
+    libc = ctypes.CDLL(None)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, access, _, _, inode = line.split()[:5]
+        start, end = (int(each, 16) for each in span.split("-"))
+        if inode == "0" and access.startswith("rw") and end - start >= LARGE:
+            first, last = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), COLLAPSE)
+
+
+def huge_share() -> float:
+    """Return the share of this process's anonymous memory that is in huge pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    kib = {name: int(value.split()[0]) for name, value in (line.split(":", 1) for line in lines[1:])}
+    return kib["AnonHugePages"] / kib["Anonymous"]
+
+
+def our_pass(spec: ModelSpec, weights: ModelWeights, pool: Any) -> Callable[[int, int, int], float]:
     from hetero_ee.runtime.executors.cpu import CpuExecutor
 
     executor = CpuExecutor(spec, weights, ROOM, pool)
     sequence = executor.cache.open_new()
     executor.hidden(Batch.of_sequence(sequence, 0, [7] * CONTEXT, is_prompt=True))
 
-    def ours(m: int, n_distinct: int) -> float:
-        tokens = [100 + number % n_distinct for number in range(m)]
+    def ours(m: int, first: int, n_distinct: int) -> float:
+        tokens = [first + number % n_distinct for number in range(m)]
         batch = Batch.of_sequence(sequence, CONTEXT, tokens, is_prompt=m == PROMPT)
         elapsed_s = timed(lambda: executor.logits(batch, range(m)))
         executor.cache.truncate(sequence, CONTEXT)
         return elapsed_s
 
-    with TemporaryDirectory() as folder:
-        engines: dict[str, Callable[[int, int], float]] = {"ours": ours}
-        peer = None
-        if find_spec("llama_cpp"):
-            file = Path(folder) / "experts.gguf"
-            write_gguf(spec, file)
-            peer = LlamaCpp(file, pool.n_threads, ROOM, flash_attention=True)
-            peer.fill(CONTEXT)
-
-            def theirs(m: int, n_distinct: int) -> float:
-                assert peer is not None
-                peer.n_distinct = n_distinct
-                return peer.step(m, m)  # of tokens without logits it leaves the last layer out
-
-            engines["llama.cpp"] = theirs
-        for m in (*FEW, PROMPT):
-            for name, n_distinct in DISTINCT.items():
-                found: dict[str, list[float]] = {engine: [] for engine in engines}
-                for _ in range(n_repeats if m < PROMPT else max(1, n_repeats // 3)):
-                    for engine, step in engines.items():
-                        found[engine].append(step(m, n_distinct))
-                line: dict[str, Any] = {"tokens": name, "m": m}
-                for of, choose in (("", statistics.median), ("_best", min)):
-                    times = {engine: choose(each) * 1e3 for engine, each in found.items()}
-                    line |= {f"{engine}_ms{of}": each for engine, each in times.items()}
-                    if peer is not None:
-                        line[f"ratio{of}"] = times["llama.cpp"] / times["ours"]
-                yield line
-        if peer is not None:
-            with closing(peer):
-                pass
+    return ours
 
 
-def write_gguf(spec: ModelSpec, file: Path, tokenizer_of: Path | None = None) -> None:
-    """Write a file of architecture qwen3moe with random Q4_0 blocks, or MXFP4 ones for experts as wide as gpt-oss's.
-
-    A code of 0, which stands for -8, is replaced by 8, for 0: weights have no mean then, with which all tokens would
-    choose the same experts in deeper layers. For the same reason embeddings are larger than what layers add to them.
-
-    Args:
-        tokenizer_of: A GGUF file whose tokenizer this one gets.
-    """
-    import gguf
-
-    moe = spec.layer(0).ffn
+def chosen_experts(spec: ModelSpec, weights: ModelWeights) -> Any:
+    """Return whether a token's embedding chooses an expert of a layer: bool (VOCABULARY, n_layers, n_experts)."""
+    moe, x = spec.layer(0).ffn, weights.matrices["embedding.tokens"].dequantize()[:VOCABULARY]
     assert isinstance(moe, MoeSpec)
-    n_experts, draw, writer = moe.router.n_experts, np.random.default_rng(0), gguf.GGUFWriter(file, "qwen3moe")
-    fields = _tokenizer_fields(tokenizer_of)
-    n_tokens = VOCABULARY if tokenizer_of is None else next(len(each.data) for each in fields if each.name == TOKENS)
-    hidden_size, size, types = moe.hidden_size, moe.size, gguf.GGMLQuantizationType
-    of_experts = types.MXFP4 if hidden_size == SHAPES["gpt-oss-20b"].hidden_size else types.Q4_0
-    sizes = {
-        "block_count": spec.n_layers,
-        "context_length": ROOM,
-        "embedding_length": hidden_size,
-        "feed_forward_length": size,
-        "expert_feed_forward_length": size,
-        "expert_count": n_experts,
-        "expert_used_count": moe.router.n_active,
-        "attention.head_count": N_HEADS,
-        "attention.head_count_kv": N_HEADS,
-        "attention.key_length": HEAD,
-        "attention.value_length": HEAD,
-        "vocab_size": n_tokens,
-    }
-    for name, value in sizes.items():
-        writer.add_uint32(f"qwen3moe.{name}", value)
-    writer.add_float32("qwen3moe.attention.layer_norm_rms_epsilon", 1e-6)
-    if tokenizer_of is None:
-        writer.add_tokenizer_model("no_vocab")
-    for field in fields:
-        writer.add_key_value(field.name, field.contents(), *field.types[:2])
-
-    def matrix(name: str, *shape: int, kind: Any = types.Q4_0) -> None:
-        """Write random codes, each block's after its scale: fp16, or the exponent of 2^(e - 127) for MXFP4."""
-        is_float = kind == types.Q4_0
-        blocks = draw.integers(0, 256, (*shape[:-1], shape[-1] // 32, 18 if is_float else 17), np.uint8)
-        for half in (15, 240) if is_float else ():
-            np.add(blocks, half & 136, out=blocks, where=blocks & half == 0)
-        scale = (
-            np.float16(1.0 if name == EMBEDDING else 0.2 * shape[-1] ** -0.5).tobytes() if is_float else bytes([119])
-        )
-        blocks[..., : len(scale)] = np.frombuffer(scale, np.uint8)
-        writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=kind)
-
-    def vector(name: str, *shape: int) -> None:
-        writer.add_tensor(name, np.ones(shape, np.float32))
-
-    matrix(EMBEDDING, n_tokens, hidden_size)
-    matrix("output.weight", n_tokens, hidden_size)
-    vector("output_norm.weight", hidden_size)
-    for number in range(spec.n_layers):
-        layer = f"blk.{number}."
-        for name in ("attn_norm", "ffn_norm"):
-            vector(f"{layer}{name}.weight", hidden_size)
-        for name in ("attn_q_norm", "attn_k_norm"):
-            vector(f"{layer}{name}.weight", HEAD)
-        for name in "qkv":
-            matrix(f"{layer}attn_{name}.weight", N_HEADS * HEAD, hidden_size)
-        matrix(layer + "attn_output.weight", hidden_size, N_HEADS * HEAD)
-        router = draw.standard_normal((n_experts, hidden_size), np.float32) * np.float32(hidden_size**-0.5)
-        writer.add_tensor(layer + "ffn_gate_inp.weight", router)
-        shapes = {"gate": (size, hidden_size), "up": (size, hidden_size), "down": (hidden_size, size)}
-        for name, shape in shapes.items():
-            matrix(f"{layer}ffn_{name}_exps.weight", n_experts, *shape, kind=of_experts)
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        step()
-    writer.close()
-
-
-def _tokenizer_fields(file: Path | None) -> list[Any]:
-    import gguf
-
-    fields = [] if file is None else gguf.GGUFReader(file).fields.values()
-    return [each for each in fields if each.name.startswith("tokenizer.")]
+    scores = [x @ weights.vectors[f"layers.{number}.moe.router"].T for number in range(spec.n_layers)]
+    best = torch.stack(scores, 1).topk(moe.router.n_active).indices
+    return torch.zeros(VOCABULARY, spec.n_layers, moe.router.n_experts).scatter_(2, best, 1).bool().numpy()
 
 
 if __name__ == "__main__":

@@ -33,17 +33,24 @@ BUILD_WITHOUT_AMX = f'CMAKE_ARGS="{CMAKE_ARGS}" {" ".join(PIP)}'
 
 
 class LlamaCpp:
-    """One sequence of one model. room_tokens: of the longest context and what is decoded behind it."""
+    """One sequence of one model. room_tokens: of the longest context and what is decoded behind it.
 
-    n_distinct = 1000  # different tokens of a pass
+    mapped: whether it maps the file, its default, or reads it into memory.
+    """
 
-    def __init__(self, file: Path, threads: int, room_tokens: int, *, flash_attention: bool) -> None:
+    first_token, n_distinct = 100, 1000  # of a pass; n_distinct different ones follow each other
+
+    def __init__(
+        self, file: Path, threads: int, room_tokens: int, *, flash_attention: bool, mapped: bool = True
+    ) -> None:
         import llama_cpp
 
         self._api = llama_cpp
         self._silent = llama_cpp.llama_log_callback(lambda *_: None)  # kept: what it is called by does not
         llama_cpp.llama_log_set(self._silent, ctypes.c_void_p(0))
-        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.use_mmap = mapped
+        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), model_params)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = room_tokens, UNIT_TOKENS, UNIT_TOKENS
         params.n_threads = params.n_threads_batch = threads
@@ -87,7 +94,7 @@ class LlamaCpp:
             for row in range(batch.n_tokens):
                 number = first + row
                 batch.token[row], batch.pos[row], batch.n_seq_id[row] = (
-                    100 + number % self.n_distinct,
+                    self.first_token + number % self.n_distinct,
                     self._n_held + number,
                     1,
                 )
