@@ -29,7 +29,7 @@ def features(m: int, seed: int = 7) -> np.ndarray:
 def test_features_and_network_are_the_gpus(n_hidden: int) -> None:
     """Of tokens that no exit layer has judged before, as a GPU judges them."""
     predictor = predictor_of(n_hidden)
-    network = ExitConfidence(predictor, compiled=False).network
+    network = ExitConfidence(predictor).network
     logits = -np.sort(-random(1, 6, 4, scale=2.0, mean=8.0))
     found = predictor.probability(exit_features(logits, np.zeros((6, 4), np.float32)))
     expected = [float(judged(torch.from_numpy(row), *network)) for row in logits]

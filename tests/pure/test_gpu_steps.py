@@ -100,7 +100,7 @@ def end_of(spec: Any, *, full_rank: bool = False, **changes: Any) -> DraftEnd:
     rank = size if full_rank else MAP_RANK
     exit_map = ExitMap(None if full_rank else random(rank, size), random(size, rank), random(size))
     predictor = ExitPredictor(*(random(*shape).numpy() for shape in ((64, 12), (64,), (64,), (1,))))
-    judge = ExitConfidence(predictor, compiled=False)
+    judge = ExitConfidence(predictor)
     return DraftEnd(**({"state_map": exit_map.packed(compiled=True), "judge": judge} | changes))
 
 

@@ -18,9 +18,7 @@ def judge_of(seed: int) -> tuple[ExitConfidence, list[int]]:
     """A judge of random numbers, and how many paths each call judged."""
     random, calls = np.random.default_rng(seed), list[int]()
     shapes = (7, 12), 7, 7, 1
-    judge = ExitConfidence(
-        ExitPredictor(*(random.normal(size=shape).astype(np.float32) for shape in shapes)), compiled=False
-    )
+    judge = ExitConfidence(ExitPredictor(*(random.normal(size=shape).astype(np.float32) for shape in shapes)))
     known = judge.of_features
 
     def counted(features: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ class ExitHead:
         partial, threshold = fitted.partial_predictor, fitted.partial_threshold
         if drafted is not None:
             partial, threshold = drafted.predictor, drafted.threshold
-        later = None if partial is None else ExitConfidence(partial, compiled=compiled)
+        later = None if partial is None else ExitConfidence(partial)
         assert isinstance(end.judge, ExitConfidence), "exit_end makes it"
         return cls(end, end.judge, fitted.threshold, later, threshold)
 
@@ -37,7 +37,7 @@ ExitHeads = Mapping[int, ExitHead]  # by exit layer, ascending
 def exit_end(fitted: FittedExitLayer, *, compiled: bool) -> DraftEnd:
     """Return the end that chooses drafts at a fitted exit layer. If compiled, its map is packed in kernels' tiles."""
     state_map = None if fitted.exit_map is None else fitted.exit_map.packed(compiled=compiled)
-    return DraftEnd(state_map=state_map, judge=ExitConfidence(fitted.predictor, compiled=compiled))
+    return DraftEnd(state_map=state_map, judge=ExitConfidence(fitted.predictor))
 
 
 def exit_heads(
