@@ -18,9 +18,10 @@ def read_ahead(rows: Any, first: int, end: int) -> None:
         return
     address, n_bytes = rows.ctypes.data + first * rows.strides[0], (end - first) * rows.strides[0]
     before = address % mmap.PAGESIZE
-    _library().madvise(ctypes.c_void_p(address - before), ctypes.c_size_t(n_bytes + before), mmap.MADV_WILLNEED)
+    libc().madvise(ctypes.c_void_p(address - before), ctypes.c_size_t(n_bytes + before), mmap.MADV_WILLNEED)
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def libc() -> ctypes.CDLL:
+    """Return the C library, which is loaded already."""
     return ctypes.CDLL(None)

@@ -4,31 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_ee.ops.registry import Registry
-
-NAMES = (
-    "embed",
-    "rms_norm",
-    "layer_norm",
-    "rms_norm_heads",
-    "activate",
-    "kv_write",
-    "attention",
-    "gated_delta",
-    "short_conv",
-    "sliced_head",
-    "masked_linear",
-    "sparse_ffn",
-    "first_sections",
-    "fold_sections",
-    "draft",
-    "route",
-    "fp32_product",
-    "expert_matmul",
-    "add_experts",
-    "matmul_int4",
-    "matmul_int8",
-)
+from hetero_ee.ops.registry import IMPLEMENTATIONS, Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +43,7 @@ class GpuOperations:
 
 def gpu_operations(registry: Registry, kind: str) -> GpuOperations:
     """Choose each operation for a kind of GPU. Raises UsageError, see Registry.choose."""
-    chosen = {operation: registry.choose(operation, kind) for operation in NAMES}
+    chosen = {each.operation: registry.choose(each.operation, kind) for each in IMPLEMENTATIONS}
     return GpuOperations(
         **{operation: implementation.load() for operation, implementation in chosen.items()},
         add=_add,

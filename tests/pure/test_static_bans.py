@@ -43,9 +43,7 @@ ALLOWED = {
     ("scripts/train_draft_head.py", "torch.load"),  # its own traces, weights alone, to train on them again
     ("scripts/convert_draft_head.py", "torch.load"),  # a published head, weights alone
     ("cpu_ops/hetero_ee_cpu_ops/jit/kernel_files.py", "pickle"),  # compiled by this user, after its digest
-    ("cpu_ops/hetero_ee_cpu_ops/jit/bus_error.py", "ctypes.CDLL"),  # the C library that is loaded already
-    ("cpu_ops/hetero_ee_cpu_ops/heap.py", "ctypes.CDLL"),  # the same
-    ("cpu_ops/hetero_ee_cpu_ops/read_ahead.py", "ctypes.CDLL"),  # the same
+    ("cpu_ops/hetero_ee_cpu_ops/read_ahead.py", "ctypes.CDLL"),  # the C library that is loaded already
 }
 
 

@@ -10,6 +10,7 @@ import signal
 from numba import types
 
 from hetero_ee_cpu_ops.jit.lazy import Chunk
+from hetero_ee_cpu_ops.read_ahead import libc
 from hetero_ee_cpu_ops.simd.floats import scratch, write_integer
 
 MESSAGE = (
@@ -40,6 +41,6 @@ HANDLER = Chunk(_on_bus_error)
 def report_bus_errors() -> None:
     """Make SIGBUS write MESSAGE to standard error and exit with code 1. Does nothing on Windows."""
     if hasattr(signal, "SIGBUS"):
-        libc = ctypes.CDLL(None)
-        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-        libc.signal(int(signal.SIGBUS), HANDLER.address)
+        install = libc().signal
+        install.argtypes, install.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        install(int(signal.SIGBUS), HANDLER.address)

@@ -20,6 +20,12 @@ from hetero_ee.weights.store.manifest import FORMAT_VERSION
 from hetero_ee.weights.store.reader import copied_files
 from hetero_ee.weights.store.source_file import SourceFile, readable
 
+# Words of a configuration by what they add to a store's key, because stores of earlier versions lack something.
+MARKERS = {
+    "MTP": (MTP_FIELD, NEXT),  # the layer
+    "latent": ("kv_lora_rank",),  # key_up and value_up, which were one matrix
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -38,10 +44,7 @@ class Source:
         config, files = read_config_file(self.folder), [asdict(file) for file in self.files]
         identity = [FORMAT_VERSION, quantization.version, config, files, quantization.identity]
         text = json.dumps(config)
-        if any(word in text for word in (MTP_FIELD, NEXT)):  # stores of earlier versions lack that layer
-            identity.append("MTP")
-        if "kv_lora_rank" in text:  # stores of earlier versions hold one matrix instead of key_up and value_up
-            identity.append("latent")
+        identity += [marker for marker, words in MARKERS.items() if any(word in text for word in words)]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def provenance(self, spec: ModelSpec, quantization: Quantization) -> dict[str, Any]:
