@@ -36,7 +36,7 @@ from hetero_ee.weights.sections import BLOCK, MAX_SECTIONS
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_kernels.delta_state import DeltaWeights
 from hetero_ee_kernels.expert_pairs import pairs_of
-from hetero_ee_kernels.row_matrix import RowMatrix
+from hetero_ee_kernels.row_matrix import RowMatrix, Skips
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
 FIRST, SECTION_SUMS = "first", "section_sums"  # buffers of split FFNs
@@ -306,13 +306,13 @@ class GpuOps(Ops):
 
     def sparse_ffn(self, x: Tensor, active: Tensor, neurons: Neurons, scores: Any, rows: GpuRows) -> Tensor:
         out, (up, down) = self.arena.rows(DELTA, len(x), x.shape[1]), _up_and_down(neurons)
-        self.kernels.sparse_ffn(x, active, up, down, out, **self._skips(neurons, rows))
+        self.kernels.sparse_ffn(x, active, up, down, out, self._skips(neurons, rows))
         return out
 
     def first_sections(self, x: Tensor, active: Tensor, neurons: Neurons, scores: Any, rows: GpuRows) -> Tensor:
         sums, (up, down) = self.section_sums(len(x), neurons), _up_and_down(neurons)
         n_blocks = neurons.down.n_rows // neurons.section // BLOCK  # blocks per section
-        self.kernels.first_sections(x, active, up, down, n_blocks, sums, **self._skips(neurons, rows))
+        self.kernels.first_sections(x, active, up, down, n_blocks, sums, self._skips(neurons, rows))
         return sums
 
     def rest_sections(self, x: Tensor, active: Tensor, neurons: Neurons, scores: Any, rows: GpuRows) -> Tensor:
@@ -347,8 +347,8 @@ class GpuOps(Ops):
             found = self.kernels.rms_norm(x, norm.scale, norm.eps, out, **more)
         return found if out is None else out
 
-    def _skips(self, neurons: Neurons, rows: GpuRows) -> dict[str, Any]:
-        return {"least": neurons.least, "may_skip": rows.may_skip, "n_used": self.arena.n_used}
+    def _skips(self, neurons: Neurons, rows: GpuRows) -> Skips:
+        return Skips(rows.may_skip, self.arena.n_used, neurons.least)
 
 
 def _expert_tiles(matrix: GpuMatrix) -> TileMatrix:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED, check, check_given, output
-from hetero_ee_kernels.row_matrix import RowMatrix
+from hetero_ee_kernels.row_matrix import RowMatrix, Skips
 from hetero_ee_kernels.row_products import BLOCK, check_skips, empty_lists, listed, multiply
 
 PASS_TOKENS = 128  # the lists of a whole prompt would need tens of MB
@@ -64,7 +64,11 @@ def masked_linear(
     """
     m = len(x)
     out = output(out, x, (m, rows.n_rows))
-    _check(x, scores, rows, bias, may_skip, n_used)
+    check("x", x, (m, rows.n_columns))
+    check_given("bias", bias, (rows.n_rows,))
+    if may_skip is not None:
+        check("scores", scores, (m, rows.n_rows))
+    check_skips(m, Skips(may_skip, n_used))
     for first in range(0, m, PASS_TOKENS):
         some = slice(first, min(first + PASS_TOKENS, m))
         neurons, counts = empty_lists(out[some])
@@ -72,12 +76,3 @@ def masked_linear(
         choose_kernel[counts.shape](*skip, neurons, counts, out[some], n_used, rows.n_rows, num_warps=1, **UNFUSED)
         multiply(x[some], rows, neurons, counts, bias=bias, out=out[some])
     return out
-
-
-def _check(x: Any, scores: Any, rows: RowMatrix, bias: Any, may_skip: Any, n_used: Any) -> None:
-    m = len(x)
-    check("x", x, (m, rows.n_columns))
-    check_given("bias", bias, (rows.n_rows,))
-    if may_skip is not None:
-        check("scores", scores, (m, rows.n_rows))
-    check_skips(m, may_skip, n_used)

@@ -12,11 +12,9 @@ import torch.nn.functional as F
 
 from hetero_ee_kernels.activation_reference import activated
 from hetero_ee_kernels.pages import PAGE_TOKENS, Pages
-from hetero_ee_kernels.row_matrix import UNIT_COLUMNS, RowMatrix
 from hetero_ee_kernels.tile_matrix import BYTES, SIX, TileMatrix
 
 FP16_LARGEST = 65504.0
-NEURON_BLOCK = 128  # neurons that share the scales of their weights
 TERM_RATIO = 254.0  # of the unit of an activation's first term to that of its second
 SMALLEST = 1e-30  # a group of activations, or a head, with all magnitudes below it counts as zeros
 
@@ -69,14 +67,14 @@ def embed(
 
 def quantize(x: Any, n_terms: int = 1) -> tuple[Any, Any]:
     """Return codes int8 (m, Q, 2, 4, 2, 8) and scales fp32 (m / 2, Q, 2, 4). The row missing from an odd m is 0."""
-    codes, scales = _quantized(x, n_terms)
+    codes, scales = quantized(x, n_terms)
     m = len(codes)
     parts = codes.view(m, codes.shape[1] // 4, 2, 2, 2, 4, 4)  # m, quad, group, half, j, column
     pairs = F.pad(scales, (0, 0, 0, m % 2)).view(-(-m // 2), 2, -1, 4)
     return parts.permute(0, 1, 2, 5, 3, 4, 6).flatten(5).contiguous(), pairs.transpose(1, 2).contiguous()
 
 
-def _quantized(x: Any, n_terms: int = 1) -> tuple[Any, Any]:
+def quantized(x: Any, n_terms: int = 1) -> tuple[Any, Any]:
     """Return codes (m, groups, 32) in natural column order, padded to 1,024 columns, and scales (m, groups).
 
     With two terms, rows 2 t and 2 t + 1 are those of x[t].
@@ -107,7 +105,7 @@ def _scaled(x: Any) -> tuple[Any, Any]:
 
 def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
     """Multiply the quantized activations by the weights in float64; return out, fp32 (m, n_rows)."""
-    codes, scales = _quantized(x, weight.n_terms)
+    codes, scales = quantized(x, weight.n_terms)
     terms = (codes.double() * scales.double()[..., None]).unflatten(0, (len(x), weight.n_terms))
     x = terms.sum(1).flatten(1)[:, : 32 * weight.n_groups]
     product = (x @ dequantize(weight).double().T)[:, : weight.n_rows].float()
@@ -296,115 +294,3 @@ def judged(logits: Any, first: Any, first_bias: Any, second: Any, second_bias: A
     softmax = torch.softmax(largest, 0)
     inner = torch.relu(torch.mv(first, torch.cat([largest, softmax, softmax])) + first_bias)
     return torch.sigmoid(inner @ second + second_bias[0])
-
-
-def masked_linear(
-    x: Any, scores: Any, rows: RowMatrix, out: Any = None, *, bias: Any = None, may_skip: Any = None, n_used: Any = None
-) -> Any:
-    """Compute the product row by row, reading only the neurons that the row needs."""
-    out = x.new_empty(len(x), rows.n_rows) if out is None else out
-    for row, target in enumerate(out):
-        skips = may_skip is not None and bool(may_skip[row])
-        neurons = (scores[row] > 0 if skips else torch.ones_like(target)).nonzero()[:, 0]
-        if n_used is not None and skips:
-            n_used += len(neurons)
-        product = _row_products(x[row : row + 1], rows, neurons).float() * rows.factor
-        target.zero_()
-        target[neurons] = product if bias is None else product + bias[neurons]
-    return out
-
-
-def sparse_ffn(
-    x: Any,
-    active: Any,
-    up: RowMatrix | None,
-    down: RowMatrix,
-    out: Any = None,
-    *,
-    least: Any = None,
-    may_skip: Any = None,
-    n_used: Any = None,
-) -> Any:
-    """Compute the FFN row by row, reading only active neurons. It sums in float64 and rounds where the kernel does."""
-    out = active.new_empty(len(active), down.n_columns) if out is None else out
-    for row in range(len(active)):
-        h, neurons = _needed(row, x, active, up, least, may_skip, n_used)
-        out[row] = _neurons_sum(h, down, neurons).float() * down.factor
-    return out
-
-
-def first_sections(
-    x: Any,
-    active: Any,
-    up: RowMatrix | None,
-    down: RowMatrix,
-    n_section_blocks: int,
-    out: Any = None,
-    *,
-    least: Any = None,
-    may_skip: Any = None,
-    n_used: Any = None,
-) -> Any:
-    """Return the sums of the first sections without down's factor; for the rest, see sparse_ffn."""
-    size, width = 128 * n_section_blocks, UNIT_COLUMNS * down.n_units
-    out = active.new_empty(down.n_rows // size, len(active), width) if out is None else out
-    out.zero_()
-    for row in range(len(active)):
-        h, neurons = _needed(row, x, active, up, least, may_skip, n_used)
-        for section in range(len(out)):
-            mine = neurons // size == section
-            out[section, row, : down.n_columns] = _neurons_sum(h[mine], down, neurons[mine]).float()
-    return out
-
-
-def fold_sections(sums: Any, down: RowMatrix, out: Any, rest: Any = None) -> Any:
-    """Add the sections in the same order as the kernel."""
-    total = torch.zeros_like(out) if rest is None else rest
-    for section in range(len(sums) - 1, -1, -1):
-        total = total + sums[section, :, : down.n_columns]
-    return torch.mul(total, down.factor, out=out)
-
-
-def _needed(
-    row: int, x: Any, active: Any, up: RowMatrix | None, least: Any, may_skip: Any, n_used: Any
-) -> tuple[Any, Any]:
-    """Return a token's h of active neurons, and their numbers. n_used counts them if the token may skip."""
-    token, skips = active[row], may_skip is not None and bool(may_skip[row])
-    is_active = token != 0
-    if least is not None and skips:
-        is_active &= ~(token.abs() < least)
-    neurons = is_active.nonzero()[:, 0]
-    if n_used is not None and skips:
-        n_used += len(neurons)
-    h = token[neurons]
-    if up is not None:
-        h = h * (_row_products(x[row : row + 1], up, neurons).float() * up.factor)
-    return h, neurons
-
-
-def _row_products(x: Any, up: RowMatrix, rows: Any) -> Any:
-    """Multiply x (1, K), after quantizing it, by these rows without their exponent; return float64."""
-    codes, scales = (part[0, : 2 * up.n_units] for part in _quantized(x))
-    sums = (_row_entries(up, rows) * codes.int()).sum(-1)
-    return (sums.double() * up.scales[rows].double() * scales.double()).sum(-1)
-
-
-def _neurons_sum(h: Any, down: RowMatrix, rows: Any) -> Any:
-    """Return the sum of h times these rows without their exponent, float64 (K,). Weights are rounded per block."""
-    n_blocks, block = -(-down.n_rows // NEURON_BLOCK), rows // NEURON_BLOCK
-    values = h[:, None] * down.scales[rows].float()
-    where = block[:, None].expand(values.shape)
-    largest = values.new_zeros(n_blocks, values.shape[1]).scatter_reduce_(0, where, values.abs(), "amax")
-    is_zero, top = largest < SMALLEST, torch.full_like(largest, 127.0)
-    codes = (values * torch.where(is_zero, 0.0, top / largest)[block]).round().nan_to_num(0.0).int()
-    sums = torch.zeros((n_blocks, values.shape[1], 32), dtype=torch.int32, device=h.device)
-    sums.index_add_(0, block, _row_entries(down, rows) * codes[:, :, None])
-    factors = torch.where(is_zero, 0.0, largest / top)
-    return (sums.double() * factors.double()[:, :, None]).sum(0).flatten()[: down.n_columns]
-
-
-def _row_entries(weight: RowMatrix, rows: Any) -> Any:
-    """Return the codebook entries of these rows, int32 (rows, groups, 32)."""
-    units = weight.codes[rows].view(len(rows), -1, 32)
-    codes = torch.stack([units & 15, units >> 4], dim=2).view(len(rows), 2 * weight.n_units, 32)
-    return torch.tensor(weight.codebook, dtype=torch.int32, device=codes.device)[codes.int()]

@@ -1,6 +1,6 @@
 """A GPU matrix in int4 rows (docs/FORMAT.md), checked once and ready for the kernels."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -9,6 +9,22 @@ from hetero_ee_kernels.tile_matrix import instructions
 
 UNIT_COLUMNS, UNIT_BYTES = 64, 32
 LARGEST_ENTRY = 32  # of a codebook, so that a block's sums are exact in fp32
+
+
+class Skips(NamedTuple):
+    """What sparse FFNs need to skip neurons that are not 0.
+
+    may_skip: int32 (m,), 0 for tokens that need all neurons; None if all tokens do.
+    n_used: int64 (1,), to which the number of active neurons of tokens that may skip is added; or None.
+    least: fp32 (N,), below which |active| counts as 0 for tokens that may skip; or None.
+    """
+
+    may_skip: Any = None
+    n_used: Any = None
+    least: Any = None
+
+
+NO_SKIPS = Skips()
 
 
 class RowMatrix:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED, check_given
 from hetero_ee_kernels.quantize import quantize
-from hetero_ee_kernels.row_matrix import RowMatrix
+from hetero_ee_kernels.row_matrix import RowMatrix, Skips
 from hetero_ee_kernels.tile_group import codebook_entries, dot4, load_table
 from hetero_ee_kernels.tile_matrix import CODEBOOK
 
@@ -117,8 +117,9 @@ def empty_lists(values: Any) -> tuple[Any, Any]:
     return neurons, neurons.new_empty(m, n_blocks)
 
 
-def check_skips(m: int, may_skip: Any, n_used: Any, least: Any = None) -> None:
-    """Check what is only given for tokens that may skip neurons, see sparse_ffn. Raises: ValueError: if it is wrong."""
+def check_skips(m: int, skips: Skips) -> None:
+    """Check what is only given for tokens that may skip neurons. Raises: ValueError: if it is wrong."""
+    may_skip, n_used, least = skips
     if (least is not None or n_used is not None) and may_skip is None:
         raise ValueError("least and n_used apply to rows that may skip neurons, so may_skip is needed.")
     check_given("may_skip", may_skip, (m,), torch.int32)

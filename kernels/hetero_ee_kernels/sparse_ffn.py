@@ -19,7 +19,7 @@ import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED, check, check_given, output
 from hetero_ee_kernels.quantize import magnitude, steps_of
-from hetero_ee_kernels.row_matrix import UNIT_COLUMNS, RowMatrix
+from hetero_ee_kernels.row_matrix import NO_SKIPS, UNIT_COLUMNS, RowMatrix, Skips
 from hetero_ee_kernels.row_products import BLOCK, KIND, check_skips, empty_lists, listed, multiply, scales_of
 from hetero_ee_kernels.tile_group import MAGIC, MAGIC_BITS, codebook_entries, join4, load_table
 
@@ -190,10 +190,7 @@ def sparse_ffn(
     up: RowMatrix | None,
     down: RowMatrix,
     out: Any = None,
-    *,
-    least: Any = None,
-    may_skip: Any = None,
-    n_used: Any = None,
+    skips: Skips = NO_SKIPS,
 ) -> Any:
     """Compute the sparse FFN and return out.
 
@@ -201,20 +198,17 @@ def sparse_ffn(
         x: fp32 (m, K); may be None without `up`.
         active: fp32 (m, N).
         out: fp32 (m, K), allocated if None.
-        least: fp32 (N,), below which |active| counts as 0 for rows whose may_skip is not 0.
-        may_skip: int32 (m,).
-        n_used: int64 (1,), to which the number of active neurons of rows that may skip is added.
 
     Raises:
         ValueError: if an operand does not fit.
     """
     m = len(active)
     out = output(out, active, (m, down.n_columns))
-    _check(x, active, up, down, least, may_skip, n_used)
+    _check(x, active, up, down, skips)
     for first in range(0, m, PASS_TOKENS):
         rows = slice(first, min(first + PASS_TOKENS, m))
-        skip = None if may_skip is None else may_skip[rows]
-        neurons, hidden, counts = _listed(active[rows], least, skip, n_used)
+        may_skip = None if skips.may_skip is None else skips.may_skip[rows]
+        neurons, hidden, counts = _listed(active[rows], skips._replace(may_skip=may_skip))
         if up is not None:
             multiply(x[rows], up, neurons, counts, hidden=hidden)
         sums = _section_sums(down, neurons, hidden, counts, n_blocks_per_section(down.n_rows))
@@ -229,10 +223,7 @@ def first_sections(
     down: RowMatrix,
     n_section_blocks: int,
     out: Any = None,
-    *,
-    least: Any = None,
-    may_skip: Any = None,
-    n_used: Any = None,
+    skips: Skips = NO_SKIPS,
 ) -> Any:
     """Return the sums of an FFN's first sections, fp32 (sections, m, Kp) with Kp whole units, for fold_sections.
 
@@ -244,13 +235,13 @@ def first_sections(
     Raises:
         ValueError: if an operand does not fit.
     """
-    _check(x, active, up, down, least, may_skip, n_used)
+    _check(x, active, up, down, skips)
     if len(active) > PASS_TOKENS or down.n_rows % (n_section_blocks * BLOCK.value):
         raise ValueError(
             f"{len(active)} tokens and {down.n_rows} neurons do not fit: at most {PASS_TOKENS} tokens and a multiple "
             f"of {n_section_blocks * BLOCK.value} neurons are expected."
         )
-    neurons, hidden, counts = _listed(active, least, may_skip, n_used)
+    neurons, hidden, counts = _listed(active, skips)
     if up is not None:
         multiply(x, up, neurons, counts, hidden=hidden)
     return _section_sums(down, neurons, hidden, counts, n_section_blocks, out)
@@ -276,12 +267,21 @@ def n_blocks_per_section(n_neurons: int) -> int:
     return -(-n_blocks // MAX_SECTIONS)
 
 
-def _listed(active: Any, least: Any, may_skip: Any, n_used: Any) -> tuple[Any, Any, Any]:
+def _listed(active: Any, skips: Skips) -> tuple[Any, Any, Any]:
     """Return lists of active neurons: int32 numbers (m, blocks, 128), their activations, and each block's count."""
     neurons, counts = empty_lists(active)
     hidden = torch.empty_like(neurons, dtype=torch.float32)
     list_kernel[counts.shape](
-        active, least, may_skip, neurons, hidden, counts, n_used, active.shape[1], num_warps=1, **UNFUSED
+        active,
+        skips.least,
+        skips.may_skip,
+        neurons,
+        hidden,
+        counts,
+        skips.n_used,
+        active.shape[1],
+        num_warps=1,
+        **UNFUSED,
     )
     return neurons, hidden, counts
 
@@ -300,7 +300,7 @@ def _section_sums(down: RowMatrix, neurons: Any, hidden: Any, counts: Any, size:
     return sums
 
 
-def _check(x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, least: Any, may_skip: Any, n_used: Any) -> None:
+def _check(x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, skips: Skips) -> None:
     """Check the operands' shapes and dtypes. Raises: ValueError: names the first operand that does not fit."""
     if up is not None and (up.n_rows, up.n_columns) != (down.n_rows, down.n_columns):
         raise ValueError(f"up has {up.n_rows} rows of {up.n_columns} columns, down {down.n_rows} of {down.n_columns}.")
@@ -308,5 +308,5 @@ def _check(x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, least: An
     check("active", active, (m, down.n_rows))
     if up is not None:
         check("x", x, (m, down.n_columns))
-    check_given("least", least, (down.n_rows,))
-    check_skips(m, may_skip, n_used, least)
+    check_given("least", skips.least, (down.n_rows,))
+    check_skips(m, skips)

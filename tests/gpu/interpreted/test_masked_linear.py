@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee_kernels import reference
+from hetero_ee_kernels import rows_reference
 from hetero_ee_kernels.masked_linear import masked_linear
 from hetero_ee_kernels.row_matrix import RowMatrix
 from tests.gpu_support import DEVICE, Guarded, assert_same_bits
 from tests.gpu_tiles import nmse
 from tests.sparse_ffn_reference import FITTED, SETS, Rows, products
 
-OPERATIONS = pytest.mark.parametrize("operation", [masked_linear, reference.masked_linear], ids=["kernel", "reference"])
+OPERATIONS = pytest.mark.parametrize(
+    "operation", [masked_linear, rows_reference.masked_linear], ids=["kernel", "reference"]
+)
 
 
 class Case:

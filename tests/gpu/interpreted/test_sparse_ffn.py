@@ -16,8 +16,8 @@ from hetero_ee.ops.gpu_operations import gpu_operations
 from hetero_ee.ops.registry import Registry
 from hetero_ee.runtime.gpu.segment import GpuResources, GpuSegment
 from hetero_ee.weights.sections import section_neurons
-from hetero_ee_kernels import reference
-from hetero_ee_kernels.row_matrix import RowMatrix
+from hetero_ee_kernels import rows_reference
+from hetero_ee_kernels.row_matrix import RowMatrix, Skips
 from hetero_ee_kernels.sparse_ffn import first_sections, fold_sections, n_blocks_per_section, sparse_ffn
 from tests import sparse_ffn_reference as definition
 from tests.families import random_model, save_checkpoint
@@ -46,9 +46,12 @@ class Case:
         self.active = random.standard_normal((m, n), np.float32)
         self.up_matrix, self.down_matrix = matrix(self.up) if self.up else None, matrix(self.down)
 
-    def run(self, active: Any, operation: Any = sparse_ffn, tokens: Any = slice(None), **more: Any) -> torch.Tensor:
+    def run(
+        self, active: Any, operation: Any = sparse_ffn, tokens: Any = slice(None), out: Any = None, **skips: Any
+    ) -> torch.Tensor:
         x, active = (torch.tensor(each[tokens], device=DEVICE) for each in (self.x, active))
-        found: torch.Tensor = operation(x if self.up else None, active, self.up_matrix, self.down_matrix, **more)
+        operands = x if self.up else None, active, self.up_matrix, self.down_matrix
+        found: torch.Tensor = operation(*operands, out, Skips(**skips))
         return found
 
     def expected(self, active: Any) -> torch.Tensor:
@@ -120,7 +123,7 @@ def test_rows_of_inactive_neurons_are_not_read() -> None:
     assert_same_bits(case.run(active), expected)
 
 
-@pytest.mark.parametrize("operation", [sparse_ffn, reference.sparse_ffn], ids=["kernel", "reference"])
+@pytest.mark.parametrize("operation", [sparse_ffn, rows_reference.sparse_ffn], ids=["kernel", "reference"])
 def test_thresholds_skip_neurons_of_rows_that_may(operation: Any) -> None:
     case = Case((100, 64), 3, is_gated=False)
     least = np.abs(case.active).mean(0)
@@ -136,9 +139,9 @@ def test_thresholds_skip_neurons_of_rows_that_may(operation: Any) -> None:
 def test_the_plain_reference_is_near(is_gated: bool) -> None:
     case = Case((100, 60), 2, is_gated=is_gated)
     active = SETS["another for each token"](case.active).astype(np.float32)
-    expected = case.run(active, reference.sparse_ffn)
+    expected = case.run(active, rows_reference.sparse_ffn)
     assert nmse(case.run(active), expected) <= BOUND
-    assert_same_bits(case.run(active, reference.sparse_ffn, slice(1, 2)), expected[1:2])
+    assert_same_bits(case.run(active, rows_reference.sparse_ffn, slice(1, 2)), expected[1:2])
 
 
 def test_zeros_and_what_is_not_finite() -> None:
@@ -150,7 +153,7 @@ def test_zeros_and_what_is_not_finite() -> None:
     found, expected = case.run(active), case.expected(active)
     assert torch.equal(found.isnan(), expected.isnan()) and found[3].isnan().all()
     assert_same_bits(found.nan_to_num(), expected.nan_to_num())
-    nearly = case.run(active, reference.sparse_ffn)
+    nearly = case.run(active, rows_reference.sparse_ffn)
     assert torch.equal(nearly.isnan(), expected.isnan())
 
 
