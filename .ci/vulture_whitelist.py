@@ -40,6 +40,7 @@ bitsandbytes_matrix
 tile_matrix
 vram_budget, vram_margin, ram_budget, snapshot_budget, cpu_moe, emulate  # keywords of Engine.from_pretrained
 option_names  # scripts/flag_table.py
+drafted_agreement  # scripts/measure_exits.py
 exit_predictor  # of the GPU: for exits that are judged there
 
 

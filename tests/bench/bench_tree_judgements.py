@@ -16,8 +16,8 @@ from statistics import mean
 from typing import Any
 
 from hetero_ee import Engine
-from hetero_ee.calibration.plot import require_matplotlib, save_picture
 from hetero_ee.speculation import tree_exits
+from hetero_ee_cli.reports.picture import require_matplotlib, save_picture
 from hetero_ee_profiles.reference import reference_profile
 
 PROMPTS = ("Once upon a time, there was a little dog", "The big red car", "Lily and her mom went to the park")

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,27 +73,6 @@ def test_the_document_has_every_figure(cli: Cli, tiny: Path, text: Path, cache: 
     assert header["depths"] == found["depths"]
 
 
-@pytest.mark.sample(0)
-def test_the_picture_shows_agreement_and_acceptance(
-    cli: Cli, tiny: Path, text: Path, tmp_path: Path, matplotlib: None
-) -> None:
-    picture = tmp_path / "exits.png"
-    assert calibrated(cli, tiny, text, "--plot", picture).code == 0
-    assert {"png", "agreement without a map", "acceptance of gated drafts"} <= set(picture.read_text().splitlines())
-    begun_s = picture.stat().st_mtime
-    shown = cli("calibrate", tiny, "--show", "--plot", picture.with_suffix(".SVG"))
-    assert shown.code == 0 and picture.with_suffix(".SVG").read_text().splitlines()[0] == "svg"
-    assert picture.stat().st_mtime == begun_s
-
-
-def test_a_picture_without_matplotlib_is_refused_before_the_work(
-    cli: Cli, tiny: Path, text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "hetero-ee[plot]" in complaint(calibrated(cli, tiny, text, "--plot", "x.png"), 2)
-    assert not list(cache.glob("stores/*"))
-
-
 def test_a_text_too_short_says_how_much_is_needed(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("Once upon a time.")
@@ -108,7 +86,6 @@ def test_a_text_too_short_says_how_much_is_needed(cli: Cli, tiny: Path, tmp_path
         (("--text", "nothing.txt"), "nothing.txt can't be read"),
         (("--tokens", "5"), "expected a whole number from 512 to"),
         (("--tokens", "many"), "--tokens"),
-        (("--plot", "exits.jpg"), "expected a name that ends in .png or .svg"),
         (("--show",), "make one with hetero-ee calibrate -m /"),
         (("--show", "--force"), "drop --force"),
         (("--show", "--tokens", "600"), "drop --force, --full, --certify, --text and --tokens"),

@@ -60,14 +60,10 @@ class CalibrateOptions:
         ),
     ] = False
     show: Annotated[bool, typer.Option("--show", help="Only show the existing calibration.")] = False
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Plot agreement and acceptance by layer to a PNG or SVG file; needs the extra [plot]."),
-    ] = None
     as_json: Json = False
 
     def check(self) -> None:
-        """Check that the options are compatible and that the plot can be written."""
+        """Check that the options are compatible."""
         if self.full and self.tokens is not None:
             raise UsageError("--full is for the default number of tokens and --tokens for another; give one of them.")
         if self.show and self.drafts:
@@ -75,11 +71,6 @@ class CalibrateOptions:
         if self.show and (self.force or self.certify or self.full or self.text or self.tokens is not None):
             others = "--force, --full, --certify, --text and --tokens"
             raise UsageError(f"--show only prints the existing calibration; drop {others}, or drop --show.")
-        if self.plot is not None:
-            from hetero_ee.calibration.plot import picture_format, require_matplotlib
-
-            picture_format(self.plot)  # refused now, not after minutes of work
-            require_matplotlib()
 
     @property
     def drafts(self) -> dict[str, str]:
@@ -119,7 +110,6 @@ def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgume
     options = engine.arguments(model)
     wanted.check()
     with ending_at_once():
-        from hetero_ee.calibration.plot import plot_exits
         from hetero_ee.sparsity.request import SparsityRequest
 
         request = wanted.request()  # once, since standard input ends
@@ -134,14 +124,12 @@ def calibrate(wanted: CalibrateOptions, engine: ModelOptions, model: ModelArgume
         else:
             say(f"A quick look finds no clear loss; going on with {CALIBRATION_TOKENS:,} tokens (--full resumes this).")
             found, gain = _made(wanted, replace(request, force=True), options, asked), _gain(options)
-    if not wanted.as_json:
-        print("\n".join(_report(found)))
-    if wanted.plot is not None:
-        plot_exits(found.exits.calibration, wanted.plot)
     if wanted.as_json:
         print_document(_document(options["model"], found, gain), with_version=True)
-    elif gain is not None:
-        print(gain.line)
+    else:
+        print("\n".join(_report(found)))
+        if gain is not None:
+            print(gain.line)
     say(_closing_line(found.exits, show=wanted.show))
 
 

@@ -157,9 +157,9 @@ def eval(wanted: EvalOptions, limits: LimitOptions, engine: ModelOptions, model:
     --compare A B shows how far B's weights move predictions away from A's, both computed in fp32.
     """
     with ending_at_once():
-        from hetero_ee.calibration.plot import picture_format, require_matplotlib
         from hetero_ee.evaluation.run import Refused, evaluate
         from hetero_ee.planning.hardware import hardware_from
+        from hetero_ee_cli.reports.picture import picture_format, require_matplotlib
     if wanted.plot is not None:
         picture_format(wanted.plot)  # refused now, not after minutes of work
         require_matplotlib()

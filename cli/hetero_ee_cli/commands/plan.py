@@ -110,7 +110,7 @@ def plan(wanted: PlanCommandOptions, limits: LimitOptions, engine: ModelOptions,
         named, wanted = None, replace(wanted, random_weights=named)
     if wanted.curve_file is not None:
         with ending_at_once():
-            from hetero_ee.calibration.plot import picture_format
+            from hetero_ee_cli.reports.picture import picture_format
         picture_format(wanted.curve_file)  # refused now, not after a measurement
     weights = engine.arguments()["quantizer"], engine.given.get("sparsity"), engine.given.get("activations")
     subject = _Subject(named, wanted, *weights)

@@ -69,7 +69,7 @@ def save_eval_plot(results: "Sequence[ModeResult]", title: str, file: Path) -> N
 
     Perplexity is left out, since its interval mostly shows how much the texts differ in difficulty.
     """
-    from hetero_ee.calibration.plot import require_matplotlib, save_picture
+    from hetero_ee_cli.reports.picture import require_matplotlib, save_picture
 
     figure = require_matplotlib().Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()

@@ -85,8 +85,8 @@ def curve_text(request: "Request") -> str:
 
 
 def save_curve(request: "Request", file: Path) -> None:
-    from hetero_ee.calibration.plot import require_matplotlib, save_picture
     from hetero_ee.planning.reports.what_if import vram_curve
+    from hetero_ee_cli.reports.picture import require_matplotlib, save_picture
 
     curve = vram_curve(request)
     figure = require_matplotlib().Figure(figsize=(8, 4.5), layout="constrained")
