@@ -157,16 +157,6 @@ def test_a_curve_rises_to_what_the_card_has(cli: Cli, data: Path) -> None:
     assert re.search(r"\nall layers on the GPU would take 1\d\.\d\d GiB\n$", larger.out)
 
 
-@pytest.mark.sample(0)
-def test_a_curve_is_the_picture_that_its_name_says(cli: Cli, data: Path, tmp_path: Path) -> None:
-    for name, begins in {"curve.png": b"\x89PNG", "curve.SVG": b"<?xml"}.items():
-        ended = cli("plan", *PAPER, "--curve-file", tmp_path / name)
-        if ended.code == 0:
-            assert (tmp_path / name).read_bytes().startswith(begins)
-        else:
-            assert ended.code == 2 and "pip install" in ended.err
-
-
 def test_only_a_terminal_sees_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from hetero_ee_cli.reports.plan_report import show
 
@@ -281,7 +271,6 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "override place": (["plan", *PAPER, "-ot", "ffn=moon"], "names no place"),
     "override pattern": (["plan", *PAPER, "-ot", "(=gpu"], "not a regular expression"),
     "kv type": (["plan", *PAPER, "--kv-type", "int3"], "expected one of fp32"),
-    "no picture": (["plan", *PAPER, "--curve-file", "curve.pdf"], "ends in .png or .svg"),
     "mode": (["plan", *PAPER, "--mode", "magic"], "expected one of full, exact"),
     "exact without statistics": (["plan", *PAPER, "--mode", "exact"], "try hetero-ee plan --published-exits"),
     "a pin of nothing": (["plan", *PAPER, "-ot", "layer.3=gpu"], "matches no part"),

@@ -17,7 +17,7 @@ from hetero_ee.serving.settings import N_EXPRESS, SERVER_OPTIONS
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import Json, typer_option, with_options
 from hetero_ee_cli.options.placement import Hardware, LimitOptions
-from hetero_ee_cli.reports.plan_report import PROMPT, curve_text, save_curve, show, what_if_lines
+from hetero_ee_cli.reports.plan_report import PROMPT, curve_text, show, what_if_lines
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -50,9 +50,6 @@ class PlanCommandOptions:
         bool, typer.Option(help="Use the model's own calibration and draft head, as generate does.")
     ] = True
     curve: Annotated[bool, typer.Option(help="Plot expected tokens per second against the VRAM budget.")] = False
-    curve_file: Annotated[
-        Path | None, typer.Option(help="Plot the curve to a PNG or SVG file; needs the extra [plot].")
-    ] = None
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="Explain this plan, as printed by --json, instead of making one.")
     ] = None
@@ -108,10 +105,6 @@ def plan(wanted: PlanCommandOptions, limits: LimitOptions, engine: ModelOptions,
         requested = replace(requested, n_sequences=wanted.n_slots + N_EXPRESS)
     if wanted.random_weights is None and named in known_shapes() and local_folder(named) is None:
         named, wanted = None, replace(wanted, random_weights=named)
-    if wanted.curve_file is not None:
-        with ending_at_once():
-            from hetero_ee_cli.reports.picture import picture_format
-        picture_format(wanted.curve_file)  # refused now, not after a measurement
     weights = engine.arguments()["quantizer"], engine.given.get("sparsity"), engine.given.get("activations")
     subject = _Subject(named, wanted, *weights)
     if wanted.plan_file is not None:
@@ -124,8 +117,6 @@ def plan(wanted: PlanCommandOptions, limits: LimitOptions, engine: ModelOptions,
         from hetero_ee_profiles.records import to_json
 
         print(to_json(request.made.sealed), end="")
-    elif wanted.curve_file is not None:
-        save_curve(request, wanted.curve_file)
     elif wanted.curve:
         show(curve_text(request))
     else:

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero_ee_cli.terminal.output import has_colours, printable_lines
@@ -82,30 +81,6 @@ def curve_text(request: "Request") -> str:
         line = f"{point.vram_budget_bytes / GIB:8.2f}  {point.tokens_per_s:8.2f}  {bar}"
         lines.append(f"{line:{BAR_COLUMNS + 20}}  <- {marks}" if marks else line)
     return "\n".join([*lines, *_out_of_reach(curve)])
-
-
-def save_curve(request: "Request", file: Path) -> None:
-    from hetero_ee.planning.reports.what_if import vram_curve
-    from hetero_ee_cli.reports.picture import require_matplotlib, save_picture
-
-    curve = vram_curve(request)
-    figure = require_matplotlib().Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot([p.vram_budget_bytes / GIB for p in curve.points], [p.tokens_per_s for p in curve.points], marker=".")
-    for words, n_bytes, side, offset in ((USED, curve.used_bytes, "right", -3), (ALL, curve.all_bytes, "left", 3)):
-        if n_bytes <= curve.points[-1].vram_budget_bytes:
-            axes.axvline(n_bytes / GIB, color="C1", linestyle="--")
-            place, upright = (n_bytes / GIB, 0), {"rotation": 90, "ha": side, "va": "bottom"}
-            axes.annotate(words, place, (offset, 8), textcoords="offset points", **upright)
-    axes.set(
-        xlabel="VRAM budget, GiB",
-        ylabel="expected tokens/s",
-        ylim=(0, None),
-        xlim=(0, curve.points[-1].vram_budget_bytes / GIB),
-    )
-    axes.set_title("\n".join([*_title(request), *_out_of_reach(curve)]), fontsize="medium")
-    axes.grid(alpha=0.3)
-    save_picture(figure, file)
 
 
 def _title(request: "Request") -> list[str]:
