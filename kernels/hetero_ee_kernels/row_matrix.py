@@ -12,7 +12,7 @@ LARGEST_ENTRY = 32  # of a codebook, so that a block's sums are exact in fp32
 
 
 class Skips(NamedTuple):
-    """What sparse FFNs need to skip neurons that are not 0.
+    """Operands that let a sparse FFN skip neurons that are not 0.
 
     may_skip: int32 (m,), 0 for tokens that need all neurons; None if all tokens do.
     n_used: int64 (1,), to which the number of active neurons of tokens that may skip is added; or None.
