@@ -1,6 +1,6 @@
 """The CPU kernels against the memory's speed. Prints tables; the last line is one JSON document.
 
-    python tests/bench/bench_cpu_ops.py [--json] [--quick] [--in-cache] [--zero-points]
+    python tests/bench/bench_cpu_ops.py [--json] [--quick] [--in-cache] [--layouts]
 
 read_gbps: memory read bandwidth, the ceiling. gemv_gbps: bytes of weights and scales per second at m = 1. kappa: time
 of m rows over the time of one. Shape 11008 x 4096; weights cycle through 600 MB, so that nothing sits in cache; with
@@ -8,7 +8,7 @@ of m rows over the time of one. Shape 11008 x 4096; weights cycle through 600 MB
 under "one_thread"; "avx2" is the same in a child process whose code is compiled for AVX2 only. overhead_us_per_layer:
 a decode step of a model with tiny weights and 64 layers, context 16, per layer.
 "attention": see bench_attention.py.
---zero-points: only what int4 tiles with zero points take for each byte, over those without, products in turns.
+--layouts: only what each layout of tiles takes for each byte, over linear int4 tiles, products in turns.
 Linear tiles at the top level (like llama.cpp's Q4_0), fitted codebooks (what stores hold by default) under "codebook".
 Every figure is the median of its repeats; run it on a quiet machine.
 """
@@ -19,17 +19,17 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hetero_ee.config import cache_folder
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.random_weights import CODEBOOK
+from hetero_ee.weights.tiles import SCALES_A_TILE, TILE_BYTES
 from hetero_ee_profiles.host.process import physical_core_count
 
 CYCLE_BYTES = 600_000_000
@@ -38,6 +38,9 @@ KINDS = {
     "linear": tuple(range(-8, 8)),
     "codebook": CODEBOOK,
 }
+LAYOUTS = {name: (name, KINDS["linear"] if name.startswith("int4") else None) for name in TILE_BYTES}
+LAYOUTS["int4 codebook"] = "int4", CODEBOOK
+LAYOUT_ROWS = 1, 4, 8
 AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+lzcnt,+cx16"
 
 
@@ -63,21 +66,20 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="accepted for symmetry; JSON is always the last line")
     parser.add_argument("--quick", action="store_true", help="one pass over the weights instead of five")
     parser.add_argument("--in-cache", action="store_true", help="one small matrix, so that memory has no part in it")
-    parser.add_argument("--zero-points", action="store_true", help="only what zero points cost for each byte")
+    parser.add_argument("--layouts", action="store_true", help="only what each layout of tiles costs for each byte")
     parser.add_argument("--threads", type=int, default=physical_core_count())
     parser.add_argument("--kernels-only", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as cache:
-        use_kernel_cache(Path(cache))
-        weights = IN_CACHE if arguments.in_cache else Weights(n_passes=1 if arguments.quick else 5)
-        if arguments.zero_points:
-            print(json.dumps({n: zero_points_cost(n, weights) for n in sorted({1, arguments.threads})}))
-            return
-        document = measure(arguments.threads, weights)
-        document["one_thread"] = measure(1, weights)
-        if not arguments.kernels_only:
-            document["overhead_us_per_layer"] = overhead_us_per_layer()
-            document["avx2"] = in_child_for_avx2(arguments)
+    use_kernel_cache(cache_folder())
+    weights = IN_CACHE if arguments.in_cache else Weights(n_passes=1 if arguments.quick else 5)
+    if arguments.layouts:
+        print_layouts({n: layout_times(n, weights) for n in sorted({1, arguments.threads})})
+        return
+    document = measure(arguments.threads, weights)
+    document["one_thread"] = measure(1, weights)
+    if not arguments.kernels_only:
+        document["overhead_us_per_layer"] = overhead_us_per_layer()
+        document["avx2"] = in_child_for_avx2(arguments)
     print_tables(document)
     print(json.dumps(document))
 
@@ -115,7 +117,7 @@ def read_gbps(pool: Any) -> float:
 
 def matmul_times(matmul: Any, codebook: tuple[int, ...], weights: Weights) -> dict[int, float]:
     """Median seconds of one product for each number of rows; rows take turns, so that drift hits all alike."""
-    matrices = random_matrices(codebook, weights, 16)
+    matrices = random_matrices("int4", codebook, weights)
     random = np.random.default_rng(1)
     inputs = {m: random.standard_normal((m, weights.shape[1]), np.float32) for m in ROWS}
     for x in inputs.values():
@@ -130,16 +132,18 @@ def matmul_times(matmul: Any, codebook: tuple[int, ...], weights: Weights) -> di
     return {m: statistics.median(values) for m, values in times.items()}
 
 
-def random_matrices(codebook: tuple[int, ...], weights: Weights, n_scales: int) -> list[Any]:
-    """As many as take turns. n_scales: of a tile, 16, or 32 with zero points."""
+def random_matrices(layout: str, codebook: tuple[int, ...] | None, weights: Weights) -> list[Any]:
+    """As many as take turns."""
     from hetero_ee_cpu_ops.matmul import TileMatrix
 
     random = np.random.default_rng(0)
     grid = (weights.shape[0] // 16, weights.shape[1] // 32)
     return [
         TileMatrix(
-            random.integers(0, 256, (*grid, 256), np.uint8),
-            (random.random((*grid, n_scales)) * 0.01).astype(np.float16),
+            random.integers(0, 256, (*grid, TILE_BYTES[layout]), np.uint8).view(
+                np.int8 if layout == "int8" else np.uint8
+            ),
+            (random.random((*grid, SCALES_A_TILE[layout])) * 0.01).astype(np.float16),
             0,
             codebook,
         )
@@ -147,29 +151,45 @@ def random_matrices(codebook: tuple[int, ...], weights: Weights, n_scales: int) 
     ]
 
 
-def zero_points_cost(threads: int, weights: Weights) -> dict[int, float]:
-    """For m = 1, 4, 8: seconds a byte of linear tiles with zero points over those without, the median of pairs."""
+def layout_times(threads: int, weights: Weights) -> dict[str, dict[int, tuple[float, float]]]:
+    """For m = 1, 4, 8: bytes per second, and seconds a byte over linear int4 tiles', the median of rounds.
+
+    In a round each layout multiplies once, so that the machine's changes hit all alike.
+    """
     from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
     from hetero_ee_cpu_ops.matmul import Matmul
 
-    pool, half = ThreadPool(threads), replace(weights, cycle_bytes=-(-weights.cycle_bytes // 2))
+    pool, one = ThreadPool(threads), replace(weights, cycle_bytes=1)
     matmul = Matmul(pool)
-    pairs = list(zip(*(random_matrices(KINDS["linear"], half, n_scales) for n_scales in (16, 32)), strict=True))
-    found = {}
-    for m in (1, 4, 8):
+    matrices = {name: random_matrices(*layout, one)[0] for name, layout in LAYOUTS.items()}
+    found: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in matrices}
+    for m in LAYOUT_ROWS:
         x = np.random.default_rng(m).standard_normal((m, weights.shape[1]), np.float32)
-        ratios = []
-        for _ in range(2 * weights.n_passes + 1):  # the first compiles, and doesn't count
-            for place, pair in enumerate(pairs):
-                seconds = {}
-                for matrix in pair if place % 2 else reversed(pair):
-                    start = time.perf_counter()
-                    matmul(x, matrix)
-                    seconds[matrix.kind] = (time.perf_counter() - start) / matrix.n_bytes
-                ratios.append(seconds[pair[1].kind] / seconds[pair[0].kind])
-        found[m] = statistics.median(ratios[len(pairs) :])
+        rounds = [
+            {name: per_byte_s(matmul, x, each) for name, each in matrices.items()}
+            for _ in range(40 * weights.n_passes + 1)
+        ]
+        for name in matrices:
+            speeds, ratios = zip(*((1 / each[name], each[name] / each["int4"]) for each in rounds[1:]), strict=True)
+            found[name][m] = statistics.median(speeds), statistics.median(ratios)
     pool.close()
     return found
+
+
+def per_byte_s(matmul: Any, x: Any, matrix: Any) -> float:
+    start = time.perf_counter()
+    matmul(x, matrix)
+    return (time.perf_counter() - start) / matrix.n_bytes
+
+
+def print_layouts(found: dict[int, dict[str, dict[int, tuple[float, float]]]]) -> None:
+    places = [(threads, m) for threads in found for m in LAYOUT_ROWS]
+    print("| tiles |" + "".join(f" {threads} threads, m = {m} |" for threads, m in places))
+    print("|---|" + "---|" * len(places))
+    for name in LAYOUTS:
+        cells = [found[threads][name][m] for threads, m in places]
+        print(f"| {name} |" + "".join(f" {speed / 1e9:.1f}, {ratio:.2f} |" for speed, ratio in cells))
+    print(json.dumps(found))
 
 
 def median_s(action: Callable[[], Any], repeats: int) -> float:
