@@ -177,9 +177,9 @@ def layout_times(threads: int, weights: Weights) -> dict[str, dict[int, tuple[fl
 
 
 def per_byte_s(matmul: Any, x: Any, matrix: Any) -> float:
-    start = time.perf_counter()
+    start, n_bytes = time.perf_counter(), int(matrix.n_bytes)
     matmul(x, matrix)
-    return (time.perf_counter() - start) / matrix.n_bytes
+    return (time.perf_counter() - start) / n_bytes
 
 
 def print_layouts(found: dict[int, dict[str, dict[int, tuple[float, float]]]]) -> None:
