@@ -311,7 +311,9 @@ def _matmul() -> list[Compilation]:
     widths = [(1, 1, PTX), *((n_tokens, 1, PTX) for n_tokens in (8, 16, 32) if n_tokens <= most)]
     prompt, amd = (most, matmul.MAX_PAIRS, PTX), (1, 1, GCN)
     cases = [(kind, 1, width) for kind in KINDS for width in (*widths, prompt, amd)]
-    cases += [(kind, 1, width) for kind in WIDE_KINDS for width in (*widths[:2], prompt, amd)]
+    for kind in WIDE_KINDS:
+        last = widths[-1] if kind[0] in matmul.ONE_PAIR else prompt
+        cases += [(kind, 1, width) for width in (*widths[:2], last, amd)]
     cases += [(KINDS[3], 2, width) for width in ((8, 1, PTX), prompt, amd)]
     return [
         Compilation(

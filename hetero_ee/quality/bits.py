@@ -101,26 +101,41 @@ def _divergence(reference: Sequence[Tensor], run: StreamedModel) -> float:
     return float(torch.cat(nats).mean())
 
 
-def dealt_layouts(costs: Mapping[TensorSpec, float], n_bytes: int) -> dict[str, str]:
+def dealt_layouts(
+    costs: Mapping[TensorSpec, float], n_bytes: int, own: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Return a layout for each matrix, the narrowest if n_bytes are too few for all.
 
     The step to the next wider layout that saves most per byte is taken first, as long as bytes are left.
+
+    Args:
+        own: layouts of the matrices whose codes the file has, which cost nothing in their own layout.
     """
-    found = dict.fromkeys((tensor.name for tensor in costs), next(iter(ERRORS)))
+    errors = {tensor: _errors(tensor, (own or {}).get(tensor.name)) for tensor in costs}
+    found = {tensor.name: next(iter(errors[tensor])) for tensor in costs}
     left = n_bytes - sum(layout_bytes(tensor, found[tensor.name]) for tensor in costs)
-    for _, tensor, (narrow, wide) in sorted(_steps(costs), key=lambda step: -step[0]):
+    for _, tensor, (narrow, wide) in sorted(_steps(costs, errors), key=lambda step: -step[0]):
         more = layout_bytes(tensor, wide) - layout_bytes(tensor, narrow)
         if found[tensor.name] == narrow and more <= left:
             found[tensor.name], left = wide, left - more
     return found
 
 
-def _steps(costs: Mapping[TensorSpec, float]) -> Iterator[tuple[float, TensorSpec, tuple[str, str]]]:
+def _errors(tensor: TensorSpec, own: str | None) -> dict[str, float]:
+    """Return a matrix's possible layouts with their errors: those below the file's own codes, and these without one."""
+    if own is None:
+        return ERRORS
+    narrower = {name: error for name, error in ERRORS.items() if layout_bytes(tensor, name) < layout_bytes(tensor, own)}
+    return narrower | {own: 0.0}
+
+
+def _steps(
+    costs: Mapping[TensorSpec, float], errors: Mapping[TensorSpec, dict[str, float]]
+) -> Iterator[tuple[float, TensorSpec, tuple[str, str]]]:
     """Yield each step to a wider layout, with the KL divergence that it saves per byte."""
-    layouts = list(ERRORS)
     for tensor, cost in costs.items():
-        for narrow, wide in pairwise(layouts):
-            saved = cost * (ERRORS[narrow] - ERRORS[wide]) / ERRORS[layouts[0]]
+        for narrow, wide in pairwise(errors[tensor]):
+            saved = cost * (errors[tensor][narrow] - errors[tensor][wide]) / ERRORS["int4"]
             yield saved / (layout_bytes(tensor, wide) - layout_bytes(tensor, narrow)), tensor, (narrow, wide)
 
 

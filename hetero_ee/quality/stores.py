@@ -21,7 +21,9 @@ from hetero_ee.quality.calibrated import CalibratedMatrices
 from hetero_ee.quality.streamed import StreamedModel, opened
 from hetero_ee.quality.texts import distinct_share, own_windows, text_windows
 from hetero_ee.text.tokenizer import Tokenizer
-from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.gguf_blocks import KEPT
+from hetero_ee.weights.gguf_checkpoint import open_checkpoint
+from hetero_ee.weights.quantization import GGUF, Quantization
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, Workers
 from hetero_ee.weights.store.conversion import planned_bytes, stored_spec, worker_threads
 from hetero_ee.weights.store.library import make_quantized, open_cached, require_checkpoint
@@ -66,6 +68,8 @@ def make_rounded_store(
 ) -> Path:
     """Convert the checkpoint in `folder` as `make_store` does, with matrices rounded as `rounding` says.
 
+    If bits are dealt out without a quantizer, a GGUF file's matrices keep their codes where their bytes suffice.
+
     Memory holds one block's weights in fp32, its inputs for all tokens, and second moments. If interrupted, the next
     call resumes: it passes the text through the finished blocks again.
 
@@ -81,7 +85,7 @@ def make_rounded_store(
             f"{what} with {', '.join(known)}; leave out ", MODEL_OPTIONS["quantizer"], f" {shown(quantizer)}."
         )
     spec, chosen = read_spec(folder), Quantization.of_model(folder, quantizer)
-    if chosen.own is not None:
+    if chosen.own is not None and not (rounding.deals and chosen.own == GGUF):
         raise UsageError(
             f"{folder.name} keeps its own codes ({chosen.own}), which would not change; add ",
             MODEL_OPTIONS["quantizer"],
@@ -132,18 +136,19 @@ def measured_windows(windows: Sequence[Chunk]) -> list[Chunk]:
 
 
 def _layer_matrices(spec: ModelSpec) -> list[TensorSpec]:
-    layers = (block for block in decoder_blocks(spec) if block.layer is not None)
+    layers = (block for block in decoder_blocks(spec.in_plain_int4) if block.layer is not None)
     return [each for block in layers for each in block.tensors.values() if each.role is TensorRole.MATRIX]
 
 
 def _budget_bytes(spec: ModelSpec, plain: Quantization, rounding: Rounding) -> int:
     """Return the bytes for the layers' matrices. Raises: UsageError: if they are too few."""
-    matrices = _layer_matrices(spec.in_plain_int4)
+    matrices = _layer_matrices(spec)
     n_weights, least = sum(each.n_elements for each in matrices), sum(layout_bytes(each, "int4") for each in matrices)
     if rounding.n_bytes is None:
         n_bytes = int((rounding.bits or 0.0) * n_weights / 8)
     else:  # each matrix has two regions that begin at a page
-        others = planned_bytes(all_tensors(stored_blocks(stored_spec(spec, plain))), plain) - least
+        rounded = replace(plain, own=None)
+        others = planned_bytes(all_tensors(stored_blocks(stored_spec(spec, rounded))), rounded) - least
         n_bytes = rounding.n_bytes - others - 2 * ALIGNMENT_BYTES * len(matrices)
     if n_bytes < least:
         missing, least_bits = (least - n_bytes) / 2**20, 8 * least / n_weights
@@ -164,10 +169,22 @@ def _dealt(
     """Return the quantization with the layouts that n_bytes for the layers' matrices allow."""
     spec, read = opened(folder)
     model = StreamedModel(spec.in_plain_int4, read, measured_windows(windows), workers)
-    layouts = dealt_layouts(rounding_costs(model, plain.matrices, workers, progress), n_bytes)
+    own = {} if plain.own is None else _own_layouts(folder, spec)
+    layouts = dealt_layouts(rounding_costs(model, plain.matrices, workers, progress), n_bytes, own)
     matrices = _layer_matrices(model.spec)
     bits = (
         8 * sum(layout_bytes(each, layouts[each.name]) for each in matrices) / sum(each.n_elements for each in matrices)
     )
-    wider = tuple(sorted((name, layout) for name, layout in layouts.items() if layout != "int4"))
-    return replace(plain, bits=round(bits, 2), layouts=wider)
+    named = (
+        layouts.items() - own.items()
+        if plain.own
+        else ((name, each) for name, each in layouts.items() if each != "int4")
+    )
+    return replace(plain, bits=round(bits, 2), layouts=tuple(sorted(named)))
+
+
+def _own_layouts(folder: Path, spec: ModelSpec) -> dict[str, str]:
+    """Return the layouts of the layers' matrices whose codes in a GGUF file tiles can hold."""
+    checkpoint = open_checkpoint(folder, spec)
+    kept = (tensor.name for tensor in _layer_matrices(spec) if KEPT.keys() >= set(checkpoint.types(tensor.name)))
+    return {name: dict(spec.matrix_layouts).get(name, "int4") for name in kept}

@@ -7,7 +7,7 @@ from typing import Any, Self
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_saved_format
 from hetero_ee.hub.gguf.folder import gguf_files
-from hetero_ee.layers.tensors import TensorRole
+from hetero_ee.layers.tensors import TensorRole, TensorSpec
 from hetero_ee.models.saved_format import BITSANDBYTES, FOUR_BIT_TYPES
 from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES, QUANTIZERS, ROW_QUANTIZERS
@@ -24,13 +24,15 @@ class Quantization:
     vocabulary: str = "int8"
     # Format of a quantized checkpoint whose codes are kept if tiles can hold them: "nf4" or "fp4" (bitsandbytes),
     # "gptq", "awq", "compressed-tensors", "fp8" or "gguf". Its other matrices, floats or not representable in tiles,
-    # are quantized; in 8 bits if the model says that 4 are too few.
+    # are quantized; in 8 bits if the model says that 4 are too few. With `layouts`, those are quantized too.
     own: str | None = None
     neuron_major: bool = False  # stores FFNs neuron by neuron, so that inactive ones need not be read
     first_in_rows: bool = False  # stores the gate by neurons, too, for a predictor that skips its rows
     calibration: str = ""  # hash of the text whose inputs matrices are rounded for; empty without a text
     bits: float | None = None  # average of the layers' matrices, if bits are dealt out over them
-    layouts: tuple[tuple[str, str], ...] = ()  # then names and layouts of those that are not int4
+    layouts: tuple[
+        tuple[str, str], ...
+    ] = ()  # then names and layouts of those neither in int4 nor in codes of the file
 
     @classmethod
     def of_model(
@@ -78,9 +80,11 @@ class Quantization:
             return role.value
         return self.vocabulary if role is TensorRole.VOCABULARY else self.matrices
 
-    def keeps_codes(self, role: TensorRole) -> bool:
-        """Return whether tensors of this role keep the checkpoint's codes wherever tiles can hold them."""
-        return self.own is not None and (role is not TensorRole.VOCABULARY or self.own not in FOUR_BIT_TYPES)
+    def keeps_codes(self, tensor: TensorSpec) -> bool:
+        """Return whether a tensor keeps the checkpoint's codes if tiles can hold them."""
+        if self.own is None or tensor.name in dict(self.layouts):
+            return False
+        return tensor.role is not TensorRole.VOCABULARY or self.own not in FOUR_BIT_TYPES
 
 
 def _saved_name(folder: Path) -> str | None:

@@ -40,10 +40,11 @@ from hetero_ee_kernels.tile_group import (
     sum_slots,
     to_float,
 )
-from hetero_ee_kernels.tile_matrix import GCN, TileMatrix, check_rows
+from hetero_ee_kernels.tile_matrix import FIVE_ZEROS, GCN, SIX, TileMatrix, check_rows
 
 MAX_EIGHTS = 4  # tokens per program, in eights; 8 need too many registers
 MAX_PAIRS = 2  # row blocks per program, in pairs, for prompts: they share the activations that are read
+ONE_PAIR = (FIVE_ZEROS, SIX)  # kinds of tile that have too few registers for two pairs
 
 
 @triton.jit
@@ -157,11 +158,11 @@ def add_quads(
             scales, low = second, (none, none, none, none)
         c = mma((low[0], low[1], high[0], high[1]), b, ISA)
         # For prompts between the products, else after them; the other way round needs too many registers on sm_75/80.
-        if words_at.shape[0] > 1:
+        if words_at.shape[0] > 1 or KIND == 5:
             zeros = groups[i][2] if IS_ONE else load_zeros(scales_at + SCALES * i + 16, mask, KIND, MASKED)
             zeros, even_sum, odd_sum = zero_points(zeros, b, KIND, ISA)
         d = mma((low[2], low[3], high[2], high[3]), b, ISA)
-        if words_at.shape[0] == 1:
+        if words_at.shape[0] == 1 and KIND != 5:
             zeros = groups[i][2] if IS_ONE else load_zeros(scales_at + SCALES * i + 16, mask, KIND, MASKED)
             zeros, even_sum, odd_sum = zero_points(zeros, b, KIND, ISA)
         even = added(even, (c[0], c[2], d[0], d[2]), zeros, even_sum, scales, even_scales[i], KIND)
@@ -317,7 +318,7 @@ def launch(
         has_more: whether several programs of many tokens multiply with the same rows.
     """
     codes, code_scales = quantized
-    n_rows, n_pairs = out.shape[-1], MAX_PAIRS if has_more else 1
+    n_rows, n_pairs = out.shape[-1], MAX_PAIRS if has_more and weight.kind not in ONE_PAIR else 1
     n_parts = -(-len(codes) // (weight.n_terms if n_tokens == 1 else n_tokens))
     *pointers, n_experts = of_experts
     operands = weight.words, weight.scales, weight.table, codes.view(torch.int32), code_scales, out, *pointers

@@ -9,6 +9,7 @@ import torch
 from hetero_ee import Engine
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.hub.gguf.folder import gguf_folder
 from hetero_ee.layers.tensors import TensorRole, TensorSpec
 from hetero_ee.models.blocks import in_layout
 from hetero_ee.models.known_shapes import known_spec
@@ -18,11 +19,13 @@ from hetero_ee.quality.bits import ERRORS, bits_for_gpu, dealt_layouts, layout_b
 from hetero_ee.quality.stores import Rounding, make_rounded_store
 from hetero_ee.quality.streamed import StreamedModel, opened
 from hetero_ee.weights.quantizers import quantize
+from hetero_ee.weights.store.library import make_store
 from hetero_ee.weights.store.manifest import Manifest, read_manifest
 from hetero_ee.weights.store.reader import open_store
 from hetero_ee_profiles.reference import reference_profile
 from tests.command_line import Cli, complaint
 from tests.families import FAMILIES, random_model, save_checkpoint
+from tests.gguf_models import write_gguf
 
 STORY = "Once upon a time there was a little cat. It had a big red ball and a friend. They played all day.\n"
 TEXTS = [[1, 17, 130, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64], [5, 9, 11, 4], [11, 8] * 15]
@@ -85,6 +88,28 @@ def test_the_command_keeps_to_the_bits(cli: Cli, stories260k: Path, tmp_path: Pa
     assert again.code == 0, again.err
     other = cli("convert", stories260k, "--bits", 6, "--text", text, "-o", tmp_path / "store", "-t", 1)
     assert other.code == 2 and "not the store of this model" in other.err
+
+
+def test_a_gguf_files_codes_are_kept_where_bytes_suffice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    types = {"ffn_down": "F16", "ffn_gate": "Q8_0", "ffn_up": "Q8_0"}
+    model = random_model("llama", num_hidden_layers=2, **sizes)
+    write_gguf(model, tmp_path / "m.gguf", lambda name: types.get(name.split(".")[-2], "Q4_1"))
+    folder = gguf_folder(tmp_path / "m.gguf", configuration_only=True)
+    monkeypatch.setattr("hetero_ee.quality.stores._windows", lambda *args: TEXTS)
+    for module in ("hetero_ee.quality.stores", "hetero_ee.weights.store.library"):
+        monkeypatch.setattr(f"{module}.require_checkpoint", lambda folder: None)
+    plain = make_store(folder, cache=tmp_path, output=tmp_path / "plain")
+    own = {each.name: each for each in read_manifest(plain).entries}
+    for bits, layouts in ((5.0, {"int4", "int4 zeros", "int5"}), (8.5, {"int8", "int4 zeros"})):
+        rounding, target = Rounding(calibrates=False, texts=[""], bits=bits), tmp_path / f"{bits}"
+        found = read_manifest(make_rounded_store(folder, rounding, cache=tmp_path, output=target))
+        assert found.quantizer.startswith("gguf-") and layer_bits(found) <= bits
+        mine = [each for each in found.entries if each.name.startswith("layers.") and each.layout != "fp32"]
+        assert {each.layout for each in mine} & layouts == layouts
+        for each in (each for each in mine if "down" not in each.name):
+            assert (each.layout == own[each.name].layout) == (each.sha256 == own[each.name].sha256)
+            assert each.data_bytes <= own[each.name].data_bytes
 
 
 def test_the_size_is_that_of_the_weights_and_calibration_goes_with_it(tiny: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from hetero_ee_profiles.records import from_json
 FOLDERS = "gguf"  # in the cache
 NOTE_FILE = "gguf.json"  # only trusted in that folder: elsewhere it could name any file
 MAX_NOTE_BYTES = 2**23  # for the most parts with the longest paths
-TRANSLATION_VERSION = 5  # a new version makes every folder again
+TRANSLATION_VERSION = 6  # a new version makes every folder again
 TOKENIZER_FILE = "tokenizer.json"
 
 

@@ -179,8 +179,9 @@ def stored_spec(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
         raise UsageError(
             f"{spec.architecture} has biases next to its gates, as neuron-major FFNs can't; leave out --sparsity."
         )
-    layouts = spec.matrix_layouts if quantization.own else quantization.layouts
-    laid_out = replace(spec, matrix_layouts=layouts, neuron_major=quantization.neuron_major)
+    layouts = dict(spec.matrix_layouts if quantization.own else ()) | dict(quantization.layouts)
+    wider = tuple(sorted((name, layout) for name, layout in layouts.items() if layout != "int4"))
+    laid_out = replace(spec, matrix_layouts=wider, neuron_major=quantization.neuron_major)
     return replace(laid_out, first_in_rows=quantization.first_in_rows)
 
 
@@ -192,7 +193,7 @@ def _read_ahead(
     def read(tensor: TensorSpec) -> KeptCodes | Tensor:
         if not is_quantized(tensor.role):
             return checkpoint.values(tensor.name)
-        kept = checkpoint.tiles(tensor.name, workers) if quantization.keeps_codes(tensor.role) else None
+        kept = checkpoint.tiles(tensor.name, workers) if quantization.keeps_codes(tensor) else None
         return _values(checkpoint, tensor, quantization, workers) if kept is None else kept
 
     with ThreadPoolExecutor(1) as pool:
