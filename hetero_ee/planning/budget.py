@@ -101,12 +101,6 @@ def fits_gpu(problem: Problem, decode: Chain, chunk_tokens: int) -> bool:
     return n_bytes(_gpu_terms(problem, decode, decode, chunk_tokens), "gpu") <= problem.vram_budget_bytes
 
 
-def spare_gpu_bytes(problem: Problem, chunk_tokens: int) -> int:
-    """Return the VRAM that is left if the GPU holds all layers and the head; negative if they don't fit."""
-    whole = (Placement.CPU, *[Placement.GPU] * (len(problem.parts) - 1))  # the embedding's rows are read on the CPU
-    return problem.vram_budget_bytes - n_bytes(_gpu_terms(problem, whole, whole, chunk_tokens), "gpu")
-
-
 def embedding_bytes(problem: Problem, head: Placement) -> int:
     """Return the VRAM that an embedding on the GPU adds: 0 if a head on the GPU shares its matrix."""
     return 0 if problem.spec.tied_head and head == Placement.GPU else rounded(problem.parts[0].weight_bytes)

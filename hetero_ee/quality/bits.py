@@ -15,23 +15,13 @@ from torch import Tensor
 
 from hetero_ee.config import Progress
 from hetero_ee.layers.tensors import TensorRole, TensorSpec
-from hetero_ee.models.blocks import Block, all_tensors, decoder_blocks
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.budget import spare_gpu_bytes
-from hetero_ee.planning.candidates import PREFILL_CHUNKS
-from hetero_ee.planning.context import USUAL_TOKENS
-from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.problem import resolve
-from hetero_ee.planning.statistics import Statistics
-from hetero_ee.planning.times.memory import ALLOCATOR_BYTES
+from hetero_ee.models.blocks import Block
 from hetero_ee.quality.streamed import StreamedModel
 from hetero_ee.weights.quantizers import Workers, quantize
 from hetero_ee.weights.tiles import region_bytes
 from hetero_ee.weights.weight import DenseWeight
-from hetero_ee_profiles.hardware import HardwareProfile
 
 MEASURED_TOKENS = 512
-MOST_BITS = 8.5
 N_DEPTHS = 3  # groups of neighbouring layers
 LOGITS_TOKENS = 64
 MEASURING = "Measuring which matrices need more bits"
@@ -143,24 +133,3 @@ def layout_bytes(tensor: TensorSpec, name: str) -> int:
     """Return the bytes of a matrix's tiles and scales in this layout."""
     n_rows, n_columns = tensor.shape
     return sum(region_bytes(name, n_rows, n_columns))
-
-
-def bits_for_gpu(spec: ModelSpec, profile: HardwareProfile) -> tuple[float | None, str]:
-    """Return the most bits per weight of the layers' matrices at which the GPU holds the whole model, and a reason.
-
-    The context has USUAL_TOKENS. The bits are None, for the fewest, if more would slow generation: without a GPU, or
-    if the GPU can't hold the whole model, each token's time grows with the bytes that the CPU reads.
-    """
-    plain = spec.in_plain_int4
-    limits = Limits(context_tokens=min(USUAL_TOKENS, spec.max_context_tokens))
-    problem = resolve(plain, profile, limits, Statistics())
-    if not problem.has_gpu:
-        return None, "the smallest size: without a GPU, each token takes longer with more bytes."
-    matrices = [each for each in all_tensors(decoder_blocks(plain)) if each.role is TensorRole.MATRIX]
-    left = spare_gpu_bytes(problem, min(PREFILL_CHUNKS)) - ALLOCATOR_BYTES * len(problem.parts)
-    size, with_context = f"{problem.vram_budget_bytes / 2**30:.2f} GiB", f"with {limits.context_tokens:,} tokens"
-    if left <= 0:
-        return None, f"the smallest size: a GPU with {size} does not hold the whole model {with_context}."
-    n_bytes = left + sum(layout_bytes(each, "int4") for each in matrices)
-    bits = min(MOST_BITS, 8 * n_bytes / sum(each.n_elements for each in matrices))
-    return bits, f"{bits:.2f} bits per weight, at which a GPU with {size} holds the whole model {with_context}."

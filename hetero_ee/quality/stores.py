@@ -93,7 +93,10 @@ def make_rounded_store(
         )
     how: dict[str, Any] = {"threads": threads, "progress": progress}
     n_bytes = _budget_bytes(spec, chosen, rounding) if rounding.deals else 0  # before texts, which need minutes
-    windows = _windows(folder, spec, chosen, rounding, cache, how)
+    reads = rounding.calibrates or n_bytes > _least_bytes(spec)  # else all matrices are in int4
+    if rounding.texts and not reads:
+        warner(progress)("All matrices are in int4, so no bits are dealt out, and the text is not read.")
+    windows = _windows(folder, spec, chosen, rounding, cache, how) if reads else []
     if rounding.deals:
         with worker_threads(threads) as workers:
             chosen = _dealt(folder, chosen, n_bytes, windows, workers, progress)
@@ -140,10 +143,14 @@ def _layer_matrices(spec: ModelSpec) -> list[TensorSpec]:
     return [each for block in layers for each in block.tensors.values() if each.role is TensorRole.MATRIX]
 
 
+def _least_bytes(spec: ModelSpec) -> int:
+    return sum(layout_bytes(each, "int4") for each in _layer_matrices(spec))
+
+
 def _budget_bytes(spec: ModelSpec, plain: Quantization, rounding: Rounding) -> int:
     """Return the bytes for the layers' matrices. Raises: UsageError: if they are too few."""
     matrices = _layer_matrices(spec)
-    n_weights, least = sum(each.n_elements for each in matrices), sum(layout_bytes(each, "int4") for each in matrices)
+    n_weights, least = sum(each.n_elements for each in matrices), _least_bytes(spec)
     if rounding.n_bytes is None:
         n_bytes = int((rounding.bits or 0.0) * n_weights / 8)
     else:  # each matrix has two regions that begin at a page
@@ -168,10 +175,13 @@ def _dealt(
 ) -> Quantization:
     """Return the quantization with the layouts that n_bytes for the layers' matrices allow."""
     spec, read = opened(folder)
-    model = StreamedModel(spec.in_plain_int4, read, measured_windows(windows), workers)
+    matrices = _layer_matrices(spec)
+    costs = dict.fromkeys(matrices, 1.0)
+    if n_bytes > _least_bytes(spec):
+        model = StreamedModel(spec.in_plain_int4, read, measured_windows(windows), workers)
+        costs = rounding_costs(model, plain.matrices, workers, progress)
     own = {} if plain.own is None else _own_layouts(folder, spec)
-    layouts = dealt_layouts(rounding_costs(model, plain.matrices, workers, progress), n_bytes, own)
-    matrices = _layer_matrices(model.spec)
+    layouts = dealt_layouts(costs, n_bytes, own)
     bits = (
         8 * sum(layout_bytes(each, layouts[each.name]) for each in matrices) / sum(each.n_elements for each in matrices)
     )

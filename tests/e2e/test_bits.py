@@ -1,6 +1,5 @@
 """`hetero-ee convert --bits` and `--size`: bits go where rounding costs most, within the budget, and the store runs."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from hetero_ee.models.blocks import in_layout
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
-from hetero_ee.quality.bits import ERRORS, bits_for_gpu, dealt_layouts, layout_bytes, rounding_costs
+from hetero_ee.quality.bits import ERRORS, dealt_layouts, layout_bytes, rounding_costs
+from hetero_ee.quality.sizes import BITS, Size, best_size, sizes
 from hetero_ee.quality.stores import Rounding, make_rounded_store
 from hetero_ee.quality.streamed import StreamedModel, opened
 from hetero_ee.weights.quantizers import quantize
@@ -110,6 +110,10 @@ def test_a_gguf_files_codes_are_kept_where_bytes_suffice(tmp_path: Path, monkeyp
         for each in (each for each in mine if "down" not in each.name):
             assert (each.layout == own[each.name].layout) == (each.sha256 == own[each.name].sha256)
             assert each.data_bytes <= own[each.name].data_bytes
+    with pytest.warns(UserWarning, match="the text is not read"):
+        rounding = Rounding(calibrates=False, texts=[""], bits=4.5)
+        least = read_manifest(make_rounded_store(folder, rounding, cache=tmp_path, output=tmp_path / "least"))
+    assert layer_bits(least) == 4.5
 
 
 def test_the_size_is_that_of_the_weights_and_calibration_goes_with_it(tiny: Path, tmp_path: Path) -> None:
@@ -124,23 +128,39 @@ def test_the_size_is_that_of_the_weights_and_calibration_goes_with_it(tiny: Path
     assert open_store(target, read_spec(tiny)).n_bytes <= 750_000
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b", "llama-2-13b"])
-def test_the_planner_holds_the_model_whole_on_the_gpu_at_the_bits_chosen_for_it(name: str) -> None:
-    spec, profile = known_spec(name), reference_profile("rtx-4060-laptop-8gb")
-    bits, reason = bits_for_gpu(spec, profile)
-    assert "4,096 tokens" in reason
-    for layout, its_bits in (("int4", 4.5), ("int5", 5.5), ("int6", 7.0), ("int8", 8.5)):
+def test_sizes_are_priced_by_plans_and_the_gpu_is_filled() -> None:
+    spec, profile = known_spec("llama-2-7b"), reference_profile("rtx-4060-laptop-8gb")
+    found = list(sizes(spec, profile))
+    assert [each.bits for each in found] == list(BITS)
+    assert found == sorted(found, key=lambda each: -each.tokens_per_s)
+    for layout, bits in (("int4", 4.5), ("int5", 5.5), ("int6", 7.0), ("int8", 8.5)):
         made = plan(in_layout(spec, layout), profile, Limits(context_tokens=4096))
-        is_whole = all(part.decode_placement == "gpu" for part in made.parts[1:])
-        assert is_whole == (bits is not None and its_bits <= bits)
+        size = next(each for each in found if each.bits == bits)
+        assert size.n_bytes == sum(part.weight_bytes for part in made.parts)
+        assert size.tokens_per_s == made.prediction.generated_tokens_per_s
+    chosen, reason = best_size(found)
+    assert chosen.is_on_gpu and not found[found.index(chosen) + 1].is_on_gpu and "whole model" in reason
 
 
-def test_without_a_gpu_the_smallest_size_is_chosen(cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = replace(reference_profile("rtx-4060-laptop-8gb"), gpu=None, link=None)
-    monkeypatch.setattr("hetero_ee_cli.commands.profile.profile_for", lambda *args: profile)
-    ended = cli("convert", tiny, "--size", "auto", "-t", 1)
-    assert ended.code == 0 and "the smallest size: without a GPU" in ended.err
-    assert read_manifest(Path(ended.out.strip())).quantizer == "codebook"
+def test_where_the_cpu_reads_weights_only_bits_that_cost_little_are_added() -> None:
+    speeds = {4.5: 10.0, 4.6: 9.8, 4.8: 9.5, 5.0: 9.1}
+    found = [Size(bits, 0, speed, is_on_gpu=False) for bits, speed in speeds.items()]
+    chosen, reason = best_size(found)
+    assert chosen.bits == 4.8 and "5 % of the speed" in reason
+
+
+@pytest.mark.parametrize(("speed", "bits"), [(0.5, 6.1), (0.99, 8.0)])
+def test_the_command_tells_sizes_and_uses_the_best(
+    speed: float, bits: float, cli: Cli, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [Size(6.1, 2**29, 10.0, is_on_gpu=False), Size(8.0, 2**30, 10.0 * speed, is_on_gpu=False)]
+    monkeypatch.setattr("hetero_ee_cli.commands.profile.profile_for", lambda *args: None)
+    monkeypatch.setattr("hetero_ee.quality.sizes.sizes", lambda *args: found)
+    (tmp_path / "story.txt").write_text(STORY * 40)
+    ended = cli("convert", tiny, "--size", "auto", "--text", tmp_path / "story.txt", "-t", 1)
+    assert ended.code == 0, ended.err
+    assert "tokens/s expected" in ended.err and "0.50" in ended.err and f"chose {bits} bits" in ended.err
+    assert bits - 0.4 < layer_bits(read_manifest(Path(ended.out.strip()))) <= bits
 
 
 def test_what_cannot_be_dealt_is_refused(cli: Cli, tiny: Path) -> None:

@@ -68,7 +68,6 @@ def convert(
     rounding = None
     if size == AUTO:
         size, bits = None, _bits_for_this_machine(engine, model)
-        is_rounded = calibrate or bits is not None
     if is_rounded:
         with ending_at_once():
             from hetero_ee.quality.stores import Rounding
@@ -84,17 +83,20 @@ def pull(engine: ModelOptions, model: ModelArgument = None) -> None:
     _print_made(_converted(engine, model, None, keeps_stores=True))
 
 
-def _bits_for_this_machine(engine: ModelOptions, model: str | None) -> float | None:
-    """Return the bits per weight that the planner chooses for this machine, None for the fewest, and say why."""
+def _bits_for_this_machine(engine: ModelOptions, model: str | None) -> float:
+    """Return the bits per weight that the planner chooses for this machine, and say why."""
     with ending_at_once():
-        from hetero_ee.quality.bits import bits_for_gpu
+        from hetero_ee.quality.sizes import best_size, sizes
         from hetero_ee_cli.commands.profile import profile_for
 
     with stage_progress() as progress:
         spec, _, folder = engine.model_spec(model, None, progress, configuration_only=True)
-        bits, reason = bits_for_gpu(spec, profile_for(spec, folder, progress))
-    say(f"--size auto chose {reason}")
-    return bits
+        found = list(sizes(spec, profile_for(spec, folder, progress)))
+    chosen, reason = best_size(found)
+    rows = [(f"{each.bits}", f"{each.n_bytes / 2**30:.2f}", f"{each.tokens_per_s:.1f}") for each in found]
+    say(table([("bits", "GiB", "tokens/s expected"), *rows]))
+    say(f"--size auto chose {chosen.bits} bits per weight, {reason}.")
+    return chosen.bits
 
 
 def _bytes_of(size: str) -> int:
