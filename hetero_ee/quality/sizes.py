@@ -20,7 +20,7 @@ FAST = 0.95  # of the highest speed: more bits that keep it cost next to nothing
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What the planner expects of a model with these bits per weight of the layers' matrices, scales included."""
+    """Bits per weight of the layers' matrices, scales included, and what the planner expects of the model with them."""
 
     bits: float
     n_bytes: int  # of all weights
