@@ -1,6 +1,5 @@
 """The CPU's operations: Numba kernels on NumPy arrays, weights in their stored form, one thread pool for all."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,7 +51,6 @@ class CpuMatrix:
     bias: Any  # fp32 (n_rows,) or None
     n_rows: int
     first_row: int = 0  # first row that is read, a multiple of 16
-    is_on_disk: bool = False  # experts of which are requested once they are chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +101,12 @@ class CpuOps(Ops):
     """The CPU's operations, which share `pool`. Hidden states are fp32 (m, features), contiguous.
 
     Args:
-        on_disk: names of the blocks whose weights don't fit in RAM.
+        reads_ahead: requests experts from the disk once they are chosen, for weights that don't fit in RAM. It requests
+            all layers' experts: the system may have taken the RAM of those, too, that were planned to stay there.
     """
 
-    def __init__(self, pool: ThreadPool, *, on_disk: Collection[str] = ()) -> None:
-        self.pool, self._on_disk = pool, on_disk
+    def __init__(self, pool: ThreadPool, *, reads_ahead: bool = False) -> None:
+        self.pool, self._reads_ahead = pool, reads_ahead
         self._matmul = Matmul(pool)
         self._grouped_matmul = GroupedMatmul(pool, self._matmul)
         self._sparse_ffn, self._masked_linear = SparseFfn(pool), MaskedLinear(pool)
@@ -130,8 +129,7 @@ class CpuOps(Ops):
         tiles = TileMatrix(
             weight.tiles.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook, weight.n_terms
         )
-        is_on_disk = name.rpartition(".")[0] in self._on_disk
-        return CpuMatrix(weight, tiles, None, bias, weight.n_rows, is_on_disk=is_on_disk)
+        return CpuMatrix(weight, tiles, None, bias, weight.n_rows)
 
     def vector(self, vector: Tensor) -> Any:
         return vector.numpy()
@@ -280,7 +278,7 @@ class CpuOps(Ops):
 
     def expert_outputs(self, x: Any, routes: Any, experts: Experts) -> ExpertOutputs:
         pairs = pairs_of(routes, experts.start, experts.n)
-        if experts.first.is_on_disk:
+        if self._reads_ahead:
             _read_experts_ahead(pairs, experts)
         inner = self._of_experts(x, experts.first, experts.n_first_rows, pairs, gather=True)
         active = self.activate(inner, experts.activation)

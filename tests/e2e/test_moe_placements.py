@@ -162,6 +162,3 @@ def test_a_model_larger_than_ram_runs_from_the_disk_and_says_so(
         weights.matrices[f"layers.{n}.moe.{short}"].tiles.shape[0] for n in range(2) for short in ("gate_up", "down")
     }
     assert asked and all(0 <= first < end <= max(rows) for first, end in asked)
-    n_asked = len(asked)
-    opened(ram_budget_bytes=budget - 1)  # a layer's experts suffice
-    assert 0 < len(asked) - n_asked < n_asked, "experts in RAM are not requested"

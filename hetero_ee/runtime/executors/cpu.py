@@ -1,6 +1,6 @@
 """The executor on the CPU kernels: weights in tiles or rows as stored, int8 activations, one thread pool."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ class CpuExecutor(OpsExecutor):
     Args:
         threads: a thread pool, or the number of threads to start; close() ends them.
         cache: see HostExecutor.
-        on_disk: see CpuOps.
+        reads_ahead: see CpuOps.
     """
 
     _ops: CpuOps
@@ -41,10 +41,10 @@ class CpuExecutor(OpsExecutor):
         threads: int | ThreadPool,
         *,
         cache: KvCache | None = None,
-        on_disk: Collection[str] = (),
+        reads_ahead: bool = False,
     ) -> None:
         self._pool = threads if isinstance(threads, ThreadPool) else ThreadPool(threads)
-        super().__init__(spec, weights, max_tokens, CpuOps(self._pool, on_disk=on_disk), cache)
+        super().__init__(spec, weights, max_tokens, CpuOps(self._pool, reads_ahead=reads_ahead), cache)
         keep_freed_memory()
 
     def prepare(self, progress: Progress | None = None, stage: str = COMPILING, n_tokens: Iterable[int] = (1,)) -> None:
