@@ -12,7 +12,7 @@ from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.text.tokenizer import Tokenizer
 
 CHANNEL, MESSAGE, START, ANALYSIS = "<|channel|>", "<|message|>", "<|start|>", "analysis"
-END, CONSTRAIN = "<|end|>", "<|constrain|>"  # the end of a message that another follows; what a call's form follows
+END, CONSTRAIN = "<|end|>", "<|constrain|>"  # <|end|>: another message follows; <|constrain|>: the arguments' format follows
 THINK, THINK_END = "<think>", "</think>"
 THOUGHTS = re.compile(rf"{THINK}.*?(?:{THINK_END}\n|\Z)", re.DOTALL)
 

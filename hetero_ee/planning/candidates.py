@@ -74,7 +74,7 @@ class Candidate:
         return self.prompt_s(LONG_PROMPT_TOKENS) + LONG_TEXT_TOKENS * self.schedule.token_s
 
     def prompt_s(self, n_tokens: int) -> float:
-        """Return the seconds to read a prompt, of at most the context."""
+        """Return the seconds to read a prompt of n_tokens, or of the whole context if that is shorter."""
         problem, n_tokens = self.problem, min(n_tokens, self.problem.context_tokens)
         return prompt_s(problem.costs, problem.parts, self.placements, n_tokens, self.chunk_tokens, self.reading)
 

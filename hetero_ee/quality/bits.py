@@ -112,7 +112,7 @@ def dealt_layouts(
 
 
 def _errors(tensor: TensorSpec, own: str | None) -> dict[str, float]:
-    """Return a matrix's possible layouts with their errors: those below the file's own codes, and these without one."""
+    """Return the layouts that a matrix can have, with their errors. A file's own codes are the widest and exact."""
     if own is None:
         return ERRORS
     narrower = {name: error for name, error in ERRORS.items() if layout_bytes(tensor, name) < layout_bytes(tensor, own)}

@@ -34,10 +34,8 @@ def sizes(spec: ModelSpec, profile: HardwareProfile) -> Iterator[Size]:
     limits = Limits(context_tokens=min(USUAL_TOKENS, spec.max_context_tokens))
     matrices = [each for each in all_tensors(decoder_blocks(plain)) if each.role is TensorRole.MATRIX]
     alike = {each: float(each.n_elements) for each in matrices}
-    n_weights, least_bytes = (
-        sum(each.n_elements for each in matrices),
-        sum(layout_bytes(each, "int4") for each in matrices),
-    )
+    n_weights = sum(each.n_elements for each in matrices)
+    least_bytes = sum(layout_bytes(each, "int4") for each in matrices)
     least = ceil(800 * least_bytes / n_weights) / 100  # more than BITS[0] if tiles are padded
     for bits in (least, *(each for each in BITS if each > least)):
         layouts = dealt_layouts(alike, int(bits * n_weights / 8))
@@ -56,12 +54,10 @@ def sizes(spec: ModelSpec, profile: HardwareProfile) -> Iterator[Size]:
 def best_size(found: Sequence[Size]) -> tuple[Size, str]:
     """Return the size to choose, and the reason.
 
-    While the GPU holds the whole model, its free memory costs nothing. Otherwise each byte more is read by the CPU.
+    While the GPU holds the whole model, its free memory costs nothing. Otherwise the CPU reads each further byte.
     """
     if whole := [each for each in found if each.is_on_gpu]:
         return whole[-1], "the most with which the GPU holds the whole model"
     fastest = max(each.tokens_per_s for each in found)
     fast = [each for each in found if each.tokens_per_s >= FAST * fastest]
-    return fast[-1], f"the most that cost at most {1 - FAST:.0%} of the speed, since the CPU reads some".replace(
-        "%", " %"
-    )
+    return fast[-1], f"the most that cost at most {100 * (1 - FAST):.0f} % of the speed, since the CPU reads some"

@@ -30,9 +30,8 @@ class Quantization:
     first_in_rows: bool = False  # stores the gate by neurons, too, for a predictor that skips its rows
     calibration: str = ""  # hash of the text whose inputs matrices are rounded for; empty without a text
     bits: float | None = None  # average of the layers' matrices, if bits are dealt out over them
-    layouts: tuple[
-        tuple[str, str], ...
-    ] = ()  # then names and layouts of those neither in int4 nor in codes of the file
+    # If bits are dealt out: names and layouts of the matrices that are neither in int4 nor in the file's own codes.
+    layouts: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of_model(

@@ -22,7 +22,7 @@ ACTIVATIONS = {
     "fatrelu": "fatrelu",
 }
 
-# End of keys of Family.tensor_names for files that have the rows of a module in several tensors.
+# Suffix of keys of Family.tensor_names whose modules replace the plain ones in files that split them.
 SPLIT = ", split"
 
 

@@ -1,6 +1,6 @@
 """Read Granite 4 Hybrid: Mamba-2 in most layers, attention in the others, and experts except in small models.
 
-Source: transformers' GraniteMoeHybrid. Where there are no experts, what is their shared expert elsewhere is an FFN.
+Source: transformers' GraniteMoeHybrid. Models without experts use the tensors of the shared expert as a plain FFN.
 """
 
 from dataclasses import replace

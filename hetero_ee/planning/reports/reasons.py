@@ -111,10 +111,10 @@ def _transfer_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
 
 
 def _prompt_reasons(best: Candidate) -> Iterator[str]:
-    """Yield a warning if the requested -ngl or -ncmoe leaves no VRAM to stream weights for prompts and others help."""
+    """Yield a warning if the requested -ngl or -ncmoe leaves no VRAM to stream prompts' weights and another helps."""
     problem, limits, pairs = best.problem, best.problem.limits, list(zip(best.problem.parts, best.prefill, strict=True))
     n_layers = problem.spec.n_layers
-    of_experts = limits.n_cpu_moe is not None and n_layers <= (limits.gpu_layers or n_layers)
+    of_experts = limits.n_cpu_moe is not None and (limits.gpu_layers is None or limits.gpu_layers >= n_layers)
     name, flag = ("n_cpu_moe", "-ncmoe") if of_experts else ("gpu_layers", "-ngl")
     asked, streams_experts = getattr(limits, name), any(part.has_experts and each == "visit" for part, each in pairs)
     computes = any(each.uses_cpu for _, each in pairs[1:-1])
@@ -135,7 +135,7 @@ def _prompt_reasons(best: Candidate) -> Iterator[str]:
 
 
 def _other_counts(problem: Problem, name: str, asked: int) -> range:
-    """Return fewer layers on the GPU, or more without their experts, until buffers for prompts surely fit."""
+    """Return values of the limit that free VRAM, one layer at a time, until buffers for prompts surely fit."""
     needed_bytes = stream_buffer_bytes(problem.layers, [Placement.VISIT] * len(problem.layers), problem.context_tokens)
     if name == "n_cpu_moe":
         expert_bytes = max(part.weight_bytes for part in problem.layers if part.has_experts)

@@ -20,10 +20,11 @@ from hetero_ee.weights.store.manifest import FORMAT_VERSION
 from hetero_ee.weights.store.reader import copied_files
 from hetero_ee.weights.store.source_file import SourceFile, readable
 
-# Words of a configuration by what they add to a store's key, because stores of earlier versions lack something.
+# Markers in a store's key, with the words of configurations that add them: earlier versions stored such models without
+# what the comment names.
 MARKERS = {
-    "MTP": (MTP_FIELD, NEXT),  # the layer
-    "latent": ("kv_lora_rank",),  # key_up and value_up, which were one matrix
+    "MTP": (MTP_FIELD, NEXT),  # the MTP layer
+    "latent": ("kv_lora_rank",),  # key_up and value_up as two matrices
 }
 
 
