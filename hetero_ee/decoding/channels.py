@@ -12,7 +12,7 @@ from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.text.tokenizer import Tokenizer
 
 CHANNEL, MESSAGE, START, ANALYSIS = "<|channel|>", "<|message|>", "<|start|>", "analysis"
-END, CONSTRAIN = "<|end|>", "<|constrain|>"  # <|end|>: another message follows; <|constrain|>: the arguments' format follows
+END, CONSTRAIN = "<|end|>", "<|constrain|>"  # followed by another message, and by the format of a call's arguments
 THINK, THINK_END = "<think>", "</think>"
 THOUGHTS = re.compile(rf"{THINK}.*?(?:{THINK_END}\n|\Z)", re.DOTALL)
 

@@ -101,8 +101,8 @@ class CpuOps(Ops):
     """The CPU's operations, which share `pool`. Hidden states are fp32 (m, features), contiguous.
 
     Args:
-        reads_ahead: requests experts from the disk once they are chosen, for weights that don't fit in RAM. This includes
-            layers that the plan keeps in RAM, since the system may have evicted their pages.
+        reads_ahead: requests experts from the disk once they are chosen, for weights that don't fit in RAM. This
+            includes experts that the plan keeps in RAM, since the system may have evicted their pages.
     """
 
     def __init__(self, pool: ThreadPool, *, reads_ahead: bool = False) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_ee.hub.gguf.architectures import architecture_of, predicting_layers
+from hetero_ee.hub.gguf.architecture_fields import predicting_layers
+from hetero_ee.hub.gguf.architectures import architecture_of
 from hetero_ee.hub.gguf.config import ROPE_TENSORS
 from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.gguf.header import GgufTensor, tensor_bytes

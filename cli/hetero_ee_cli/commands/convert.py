@@ -49,7 +49,8 @@ def convert(
         str | None,
         typer.Option(
             metavar="GIB",
-            help="The same as a size of all weights, such as 6GiB or 700MiB, or auto: the most bits that keep the expected speed.",
+            help="The same as a size of all weights, such as 6GiB or 700MiB, or auto: the most bits that keep the "
+            "expected speed.",
         ),
     ] = None,
     text: Annotated[

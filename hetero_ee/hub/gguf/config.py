@@ -5,14 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hetero_ee.errors import shown
-from hetero_ee.hub.gguf.architectures import (
-    DEFAULT_THETA,
-    THETA,
-    WINDOW,
-    architecture_of,
-    head_share,
-    predicting_layers,
-)
+from hetero_ee.hub.gguf.architecture_fields import DEFAULT_THETA, THETA, WINDOW, head_share, predicting_layers
+from hetero_ee.hub.gguf.architectures import architecture_of
 from hetero_ee.hub.gguf.header import GgufHeader, tensor_bytes
 
 # Hugging Face's field -> the key that follows the architecture's name.
