@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,14 @@ def _budget_bytes(spec: ModelSpec, plain: Quantization, rounding: Rounding) -> i
         others = planned_bytes(all_tensors(stored_blocks(stored_spec(spec, rounded))), rounded) - least
         n_bytes = rounding.n_bytes - others - 2 * ALIGNMENT_BYTES * len(matrices)
     if n_bytes < least:
-        missing, least_bits = (least - n_bytes) / 2**20, 8 * least / n_weights
+        least_bits = 8 * least / n_weights
+        if rounding.n_bytes is None:
+            raise UsageError(
+                f"{rounding.bits:.2f} bits are too few: the layers' matrices need {least_bits:.2f} or more."
+            )
+        smallest = ceil(100 * (rounding.n_bytes + least - n_bytes) / 2**20) / 100
         raise UsageError(
-            f"the size is {missing:,.2f} MiB too small: the layers' matrices need {least_bits:.2f} bits or more."
+            f"the size is too small: the weights need {smallest:,.2f} MiB or more, with {least_bits:.2f} bits each."
         )
     return n_bytes
 

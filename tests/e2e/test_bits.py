@@ -119,7 +119,7 @@ def test_a_gguf_files_codes_are_kept_where_bytes_suffice(tmp_path: Path, monkeyp
 def test_the_size_is_that_of_the_weights_and_calibration_goes_with_it(tiny: Path, tmp_path: Path) -> None:
     target, texts = tmp_path / "store", [STORY * 40]
     how = {"cache": tmp_path / "cache", "output": target, "threads": 1}
-    with pytest.raises(UsageError, match=r"MiB too small: the layers' matrices need 6\.07 bits"):
+    with pytest.raises(UsageError, match=r"the weights need \d\.\d+ MiB or more, with 6\.07 bits"):
         make_rounded_store(tiny, Rounding(texts=texts, n_bytes=20_000), **how)
     make_rounded_store(tiny, Rounding(texts=texts, n_bytes=750_000, n_tokens=600), **how)
     manifest = read_manifest(target)
@@ -159,7 +159,7 @@ def test_the_command_tells_sizes_and_uses_the_best(
     (tmp_path / "story.txt").write_text(STORY * 40)
     ended = cli("convert", tiny, "--size", "auto", "--text", tmp_path / "story.txt", "-t", 1)
     assert ended.code == 0, ended.err
-    assert "tokens/s expected" in ended.err and "0.50" in ended.err and f"chose {bits} bits" in ended.err
+    assert "tokens/s expected" in ended.err and "0.50 GiB" in ended.err and f"chose {bits} bits" in ended.err
     assert bits - 0.4 < layer_bits(read_manifest(Path(ended.out.strip()))) <= bits
 
 
@@ -167,6 +167,11 @@ def test_what_cannot_be_dealt_is_refused(cli: Cli, tiny: Path) -> None:
     assert "leave one out" in complaint(cli("convert", tiny, "--bits", 5, "--size", "6GiB"), 2)
     assert "expected a number of GiB" in complaint(cli("convert", tiny, "--size", "6 apples"), 2)
     assert "expected a number of GiB" in complaint(cli("convert", tiny, "--size", "9" * 400), 2)
-    assert "MiB too small" in complaint(cli("convert", tiny, "--size", "0.01MiB"), 2)  # before texts are written
+    assert "the size is too small" in complaint(
+        cli("convert", tiny, "--size", "0.01MiB"), 2
+    )  # before texts are written
+    assert "6.07 or more" in complaint(cli("convert", tiny, "--bits", 4.5), 2)
+    unmeasured = complaint(cli("convert", tiny, "--size", "auto", "--text", "/none"), 2)  # before sizes are shown
+    assert "the text from /none can't be read" in unmeasured and "Measuring" not in unmeasured
     assert "leave out --quantizer" in complaint(cli("convert", tiny, "--bits", 5, "--quantizer", "int6"), 2)
     assert cli("convert", tiny, "--bits", 3).code == 2

@@ -66,6 +66,7 @@ def convert(
     is_rounded = calibrate or bits is not None or size is not None
     if text and not is_rounded:
         raise UsageError("--text is for --calibrate, --bits or --size; add one, or leave --text out.")
+    texts = [read_text("text", None if str(file) == STANDARD_INPUT else file) for file in text or ()]
     rounding = None
     if size == AUTO:
         size, bits = None, _bits_for_this_machine(engine, model)
@@ -73,7 +74,6 @@ def convert(
         with ending_at_once():
             from hetero_ee.quality.stores import Rounding
 
-        texts = [read_text("text", None if str(file) == STANDARD_INPUT else file) for file in text or ()]
         rounding = Rounding(calibrate, texts or None, bits=bits, n_bytes=None if size is None else _bytes_of(size))
     _print_made(_converted(engine, model, output, rounding=rounding))
 
@@ -87,6 +87,7 @@ def pull(engine: ModelOptions, model: ModelArgument = None) -> None:
 def _bits_for_this_machine(engine: ModelOptions, model: str | None) -> float:
     """Return the bits per weight that the planner chooses for this machine, and say why."""
     with ending_at_once():
+        from hetero_ee.planning.reports.explanation import sized
         from hetero_ee.quality.sizes import best_size, sizes
         from hetero_ee_cli.commands.profile import profile_for
 
@@ -94,8 +95,8 @@ def _bits_for_this_machine(engine: ModelOptions, model: str | None) -> float:
         spec, _, folder = engine.model_spec(model, None, progress, configuration_only=True)
         found = list(sizes(spec, profile_for(spec, folder, progress)))
     chosen, reason = best_size(found)
-    rows = [(f"{each.bits}", f"{each.n_bytes / 2**30:.2f}", f"{each.tokens_per_s:.1f}") for each in found]
-    say(table([("bits", "GiB", "tokens/s expected"), *rows]))
+    rows = [(f"{each.bits}", sized(each.n_bytes), f"{each.tokens_per_s:.1f}") for each in found]
+    say(table([("bits", "size", "tokens/s expected"), *rows]))
     say(f"--size auto chose {chosen.bits} bits per weight, {reason}.")
     return chosen.bits
 
