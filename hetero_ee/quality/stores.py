@@ -18,7 +18,7 @@ from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import MODEL_OPTIONS
 from hetero_ee.quality.bits import MEASURED_TOKENS, dealt_layouts, layout_bytes, rounding_costs
-from hetero_ee.quality.calibrated import CalibratedMatrices
+from hetero_ee.quality.calibrated import CalibratedMatrices, CorrectedMatrices
 from hetero_ee.quality.streamed import StreamedModel, opened
 from hetero_ee.quality.texts import distinct_share, own_windows, text_windows
 from hetero_ee.text.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ from hetero_ee.weights.gguf_blocks import KEPT
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint
 from hetero_ee.weights.quantization import GGUF, Quantization
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, Workers
-from hetero_ee.weights.store.conversion import planned_bytes, stored_spec, worker_threads
+from hetero_ee.weights.store.conversion import Written, planned_bytes, stored_spec, worker_threads
 from hetero_ee.weights.store.library import make_quantized, open_cached, require_checkpoint
 from hetero_ee.weights.store.manifest import ALIGNMENT_BYTES
 
@@ -46,6 +46,7 @@ class Rounding:
     """How a conversion rounds matrices. At most one of `bits` and `n_bytes` is given."""
 
     calibrates: bool = True  # rounds each matrix for its inputs
+    corrects: bool = False  # and for the errors of the matrices before it
     texts: Sequence[str] | None = None  # None for texts that the model writes after a conversion without them
     n_tokens: int | None = None  # of the texts to use
     bits: float | None = None  # to deal out: average per weight of the layers' matrices, scales included
@@ -103,10 +104,12 @@ def make_rounded_store(
             chosen = _dealt(folder, chosen, n_bytes, windows, workers, progress)
     if not rounding.calibrates:
         return make_quantized(folder, chosen, cache=cache, output=output, **how)
-    identity = hashlib.sha256(json.dumps([METHOD_VERSION, windows]).encode()).hexdigest()[:16]
+    method = [METHOD_VERSION, windows, *(["best"] if rounding.corrects else [])]
+    identity = hashlib.sha256(json.dumps(method).encode()).hexdigest()[:16]
 
-    def matrices(workers: Workers) -> CalibratedMatrices:
-        return CalibratedMatrices(StreamedModel(*opened(folder), windows, workers), workers)
+    def matrices(workers: Workers, written: Written) -> CalibratedMatrices:
+        model = StreamedModel(*opened(folder), windows, workers)
+        return CorrectedMatrices(model, workers, written) if rounding.corrects else CalibratedMatrices(model, workers)
 
     calibrated = replace(chosen, calibration=identity)
     return make_quantized(folder, calibrated, cache=cache, output=output, fit_with=matrices, **how)

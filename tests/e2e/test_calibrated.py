@@ -27,9 +27,9 @@ STORY = "Once upon a time there was a little cat. It had a big red ball and a fr
 N_TOKENS = 600
 
 
-def calibrated_store(folder: Path, target: Path, threads: int = 1) -> Path:
+def calibrated_store(folder: Path, target: Path, threads: int = 1, corrects: bool = False) -> Path:
     how = {"cache": target.parent / "cache", "output": target, "threads": threads}
-    return make_rounded_store(folder, Rounding(texts=[STORY * 40], n_tokens=N_TOKENS), **how)
+    return make_rounded_store(folder, Rounding(corrects=corrects, texts=[STORY * 40], n_tokens=N_TOKENS), **how)
 
 
 def test_predictions_diverge_less_in_the_same_bytes(stories260k: Path, tmp_path: Path, cache: Path) -> None:
@@ -41,6 +41,15 @@ def test_predictions_diverge_less_in_the_same_bytes(stories260k: Path, tmp_path:
     assert read_manifest(found).quantizer == "codebook-calibrated"
     with Engine.from_pretrained(found, profile="off", threads=1) as engine:
         assert engine.generate("Once upon", max_new_tokens=3, temperature=0).text
+
+
+def test_matrices_that_make_up_for_earlier_errors_diverge_less(stories260k: Path, tmp_path: Path, cache: Path) -> None:
+    found = list[float]()
+    for corrects in (False, True):
+        how = {"cache": cache, "output": tmp_path / str(corrects)}
+        store = make_rounded_store(stories260k, Rounding(corrects=corrects, n_tokens=1024), **how)
+        found.append(compare(stories260k, store, n_tokens=600, threads=1, seed=1).kl_nats.value)
+    assert found[1] < 0.9 * found[0], found
 
 
 def test_bytes_depend_neither_on_threads_nor_on_an_interruption(

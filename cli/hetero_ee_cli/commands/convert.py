@@ -1,6 +1,7 @@
 """`hetero-ee convert` and `hetero-ee pull`: turn a checkpoint into a store before the first generation."""
 
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,12 @@ HEAD = ("in the file", "here", "matrices", "weights", "relative squared error")
 NOT_HERE = dict.fromkeys(("activations", "context_tokens", "profile"), "nothing is run")
 
 
+class Quality(StrEnum):
+    """What --quality may be."""
+
+    BEST = "best"
+
+
 @with_options(without=NOT_HERE)
 def convert(
     engine: ModelOptions,
@@ -37,6 +44,10 @@ def convert(
         bool,
         typer.Option("--calibrate", help="Round each matrix for the inputs that it gets from a text: slower, better."),
     ] = False,
+    quality: Annotated[
+        Quality | None,
+        typer.Option("--quality", help="With --calibrate: also make up for the errors of earlier matrices, slower."),
+    ] = None,
     bits: Annotated[
         float | None,
         typer.Option(
@@ -63,6 +74,8 @@ def convert(
     """Convert a model to 4-bit weights, and print where it is kept. If interrupted, run it again: it resumes."""
     if bits is not None and size is not None:
         raise UsageError("--bits and --size both say how large the weights are; leave one out.")
+    if quality is not None and not calibrate:
+        raise UsageError("--quality best is for --calibrate; add it, or leave --quality out.")
     is_rounded = calibrate or bits is not None or size is not None
     if text and not is_rounded:
         raise UsageError("--text is for --calibrate, --bits or --size; add one, or leave --text out.")
@@ -74,7 +87,13 @@ def convert(
         with ending_at_once():
             from hetero_ee.quality.stores import Rounding
 
-        rounding = Rounding(calibrate, texts or None, bits=bits, n_bytes=None if size is None else _bytes_of(size))
+        rounding = Rounding(
+            calibrate,
+            quality is not None,
+            texts or None,
+            bits=bits,
+            n_bytes=None if size is None else _bytes_of(size),
+        )
     _print_made(_converted(engine, model, output, rounding=rounding))
 
 

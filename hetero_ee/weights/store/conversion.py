@@ -23,7 +23,7 @@ from hetero_ee.weights.gguf_checkpoint import GgufCheckpoint, open_checkpoint
 from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import Workers, quantize
-from hetero_ee.weights.rows import in_rows
+from hetero_ee.weights.rows import RowWeight, in_rows
 from hetero_ee.weights.store.filesystem import ELSEWHERE, FileSystem, store_errors, store_lock
 from hetero_ee.weights.store.import_report import ImportReport
 from hetero_ee.weights.store.manifest import ROWS, aligned, region_sizes
@@ -44,7 +44,8 @@ OWN_CODES_KEPT = "; files that are quantized already, such as GGUF, keep their o
 NOTICED_WEIGHTS = 10**8  # smaller models are toys and get no FOUR_BITS notice; the demo loses 0.004 nats
 # Rounds a matrix as a quantizer does, for the inputs that it receives from a text. Called in the order of the blocks.
 Fit = Callable[[TensorSpec, Tensor, str, Workers], TileWeight]
-FitWith = Callable[[Workers], Fit]  # makes one when a conversion begins
+Written = Callable[[str], TileWeight | RowWeight | None]  # returns a matrix by name if the store has it already
+FitWith = Callable[[Workers, Written], Fit]  # makes one when a conversion begins
 WAITING = "Another process is converting this model; waiting for it"
 
 
@@ -89,8 +90,7 @@ def convert(
     with store_lock(target, files, waiting):
         if not is_store(target):
             with _resumable(target), worker_threads(threads) as workers:
-                fit = fit_with and fit_with(workers)
-                _write(source, checkpoint, target, quantization, workers, progress, files, fit)
+                _write(source, checkpoint, target, quantization, workers, progress, files, fit_with)
     return target
 
 
@@ -102,7 +102,7 @@ def _write(
     workers: Workers,
     progress: Progress | None,
     files: FileSystem,
-    fit: Fit | None,
+    fit_with: FitWith | None,
 ) -> None:
     tensors = all_tensors(stored_blocks(stored_spec(checkpoint.spec, quantization)))
     identity = {
@@ -110,6 +110,7 @@ def _write(
         "tensors": [[tensor.name, *tensor.shape] for tensor in tensors],
     }
     with StoreWriter(target, files, identity) as writer:
+        fit = fit_with and fit_with(workers, writer.written)
         n_bytes = planned_bytes(tensors, quantization)
         _require_space(source, n_bytes, writer.allocated_bytes, target, files)
         writer.allocate(n_bytes)

@@ -94,6 +94,11 @@ def mapped_weights(folder: Path, manifest: Manifest, spec: ModelSpec) -> ModelWe
     return weights
 
 
+def mapped_weight(file: Path, entry: Entry) -> TileWeight | RowWeight:
+    """Map one matrix of a store's file, which may be unfinished. Raises: StoreError: if it can't be mapped."""
+    return _weight(_mapped(file), entry)
+
+
 def check_copies(folder: Path, manifest: Manifest) -> None:
     """Check that the store's small files are those in the manifest, unchanged. Raises: StoreError."""
     known = {file.name: file for file in manifest.files}

@@ -24,7 +24,7 @@ from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, hold
 from hetero_ee.weights.store.journal import JOURNAL_FILE, journal_line, read_journal
 from hetero_ee.weights.store.manifest import ROWS, WEIGHTS_FILE, CopiedFile, Entry, Manifest, aligned, version_of
 from hetero_ee.weights.store.names import MANIFEST_FILE, PARTIAL_SUFFIX
-from hetero_ee.weights.store.reader import copied_files, is_store
+from hetero_ee.weights.store.reader import copied_files, is_store, mapped_weight
 from hetero_ee.weights.weight import TileWeight
 
 STORE_FILES = {MANIFEST_FILE, WEIGHTS_FILE, JOURNAL_FILE, *SMALL_FILES}
@@ -110,6 +110,15 @@ class StoreWriter:
         """Write a tensor in fp32."""
         offset, checksum = self._append(values.float())
         self._add(Entry(name, "fp32", tuple(values.shape), offset, 0, 0, None, checksum, ""))
+
+    def written(self, name: str) -> TileWeight | RowWeight | None:
+        """Return the matrix with this name, mapped from the disk, None if it is not written yet."""
+        entry = next((each for each in self.entries if each.name == name), None)
+        if entry is None:
+            return None
+        with store_errors(self._target):
+            self._weights.flush()
+        return mapped_weight(self._folder / WEIGHTS_FILE, entry)
 
     def copy_files(self, model_folder: Path) -> None:
         """Copy the model's small files. Raises: CheckpointError: if one is too large or can't be read."""
