@@ -165,6 +165,7 @@ def test_the_command_tells_sizes_and_uses_the_best(
 
 def test_what_cannot_be_dealt_is_refused(cli: Cli, tiny: Path) -> None:
     assert "leave one out" in complaint(cli("convert", tiny, "--bits", 5, "--size", "6GiB"), 2)
+    assert "is for --calibrate" in complaint(cli("convert", tiny, "--quality", "best"), 2)
     assert "expected a number of GiB" in complaint(cli("convert", tiny, "--size", "6 apples"), 2)
     assert "expected a number of GiB" in complaint(cli("convert", tiny, "--size", "9" * 400), 2)
     assert "the size is too small" in complaint(

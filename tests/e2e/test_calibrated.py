@@ -52,11 +52,12 @@ def test_matrices_that_make_up_for_earlier_errors_diverge_less(stories260k: Path
     assert found[1] < 0.9 * found[0], found
 
 
+@pytest.mark.parametrize("corrects", [False, True])
 def test_bytes_depend_neither_on_threads_nor_on_an_interruption(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, corrects: bool
 ) -> None:
-    whole = contents(calibrated_store(tiny, tmp_path / "whole"))
-    assert contents(calibrated_store(tiny, tmp_path / "threads", threads=3)) == whole
+    whole = contents(calibrated_store(tiny, tmp_path / "whole", corrects=corrects))
+    assert contents(calibrated_store(tiny, tmp_path / "threads", threads=3, corrects=corrects)) == whole
     fit = CalibratedMatrices.__call__
     n_fitted = []
 
@@ -68,9 +69,9 @@ def test_bytes_depend_neither_on_threads_nor_on_an_interruption(
 
     monkeypatch.setattr(calibrated.CalibratedMatrices, "__call__", stopping)
     with pytest.raises(KeyboardInterrupt):
-        calibrated_store(tiny, tmp_path / "resumed")
+        calibrated_store(tiny, tmp_path / "resumed", corrects=corrects)
     assert partial_folder(tmp_path / "resumed").is_dir()
-    assert contents(calibrated_store(tiny, tmp_path / "resumed")) == whole
+    assert contents(calibrated_store(tiny, tmp_path / "resumed", corrects=corrects)) == whole
     assert len(n_fitted) == 7 + 12 - 6  # 3 layers of 4 matrices, of which 6 were kept
 
 
@@ -89,8 +90,11 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_matrix_of_every_family_is_fitted(family: str, tmp_path: Path, fitted: list[object]) -> None:
     folder = save_checkpoint(random_model(family), tmp_path / "model")
-    store = make_rounded_store(folder, Rounding(texts=[""]), cache=tmp_path / "cache", output=tmp_path / "store")
-    assert len(fitted) == len([each for each in read_manifest(store).entries if each.layout == "int4"]) > 0
+    for name in ("calibrated", "corrected"):
+        rounding = Rounding(corrects=name == "corrected", texts=[""])
+        store = make_rounded_store(folder, rounding, cache=tmp_path / "cache", output=tmp_path / name)
+        assert len(fitted) == len([each for each in read_manifest(store).entries if each.layout == "int4"]) > 0
+        fitted.clear()
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])  # which the file's own store keeps in other layouts
