@@ -103,8 +103,9 @@ class CorrectedMatrices(CalibratedMatrices):
         for span in spans(values.shape[1]):
             moments = second_moments([y[:, span] for y in found], self._workers)
             moments.diagonal().add_(CORRECTION_DAMPING * moments.diagonal().mean().clamp_min(1e-30))
-            pairs = zip(exact, found, strict=True)
-            errors = sum(((x[:, span] - y[:, span]) @ values[:, span].T).T @ y[:, span] for x, y in pairs) / n_rows
+            errors = torch.zeros(values[:, span].shape)
+            for x, y in zip(exact, found, strict=True):
+                errors += ((x[:, span] - y[:, span]) @ values[:, span].T).T @ y[:, span] / n_rows
             factor, failed = torch.linalg.cholesky_ex(moments)
             if not failed:
                 corrected[:, span] += torch.cholesky_solve(errors.T, factor).T

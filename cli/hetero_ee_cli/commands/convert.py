@@ -28,7 +28,7 @@ NOT_HERE = dict.fromkeys(("activations", "context_tokens", "profile"), "nothing 
 
 
 class Quality(StrEnum):
-    """What --quality may be."""
+    """Values of --quality."""
 
     BEST = "best"
 
@@ -89,7 +89,7 @@ def convert(
 
         rounding = Rounding(
             calibrate,
-            quality is not None,
+            quality is Quality.BEST,
             texts or None,
             bits=bits,
             n_bytes=None if size is None else _bytes_of(size),
