@@ -79,7 +79,7 @@ def compare(
     with worker_threads(threads) as workers:
         sizes = [read_spec(folder).vocab_size for folder in (a, b)]
         if len(set(sizes)) > 1:
-            both = " and ".join(map(str, sizes))
+            both = " and ".join(f"{size} ({each.name})" for size, each in zip(sizes, (a, b), strict=True))
             raise UsageError(f"the vocabularies have {both} tokens; compare two versions of one model.")
         windows = _windows(a, b, texts, n_tokens, threads, progress)
         passed_a, passed_b = (_passed(folder, windows, workers, progress) for folder in (a, b))

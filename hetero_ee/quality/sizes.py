@@ -54,10 +54,10 @@ def sizes(spec: ModelSpec, profile: HardwareProfile) -> Iterator[Size]:
 def best_size(found: Sequence[Size]) -> tuple[Size, str]:
     """Return the size to choose, and the reason.
 
-    While the GPU holds the whole model, its free memory costs nothing. Otherwise the CPU reads each further byte.
+    While the GPU holds the whole model, its free memory costs nothing. Otherwise the CPU has to read more.
     """
     if whole := [each for each in found if each.is_on_gpu]:
         return whole[-1], "the most with which the GPU holds the whole model"
     fastest = max(each.tokens_per_s for each in found)
     fast = [each for each in found if each.tokens_per_s >= FAST * fastest]
-    return fast[-1], f"the most that cost at most {100 * (1 - FAST):.0f} % of the speed, since the CPU reads some"
+    return fast[-1], f"the most that cost at most {100 * (1 - FAST):.0f} % of the speed"

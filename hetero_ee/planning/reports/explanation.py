@@ -78,6 +78,7 @@ def _memory(plan: Plan) -> list[str]:
 
 def _expected(plan: Plan) -> list[str]:
     found, most = plan.prediction, plan.draft_length
+    limit = "bandwidth limit" if plan.drafts is None else "bandwidth limit without drafts"
     how = "every token through all layers"
     brings = f"{found.tokens_per_pass:.1f} tokens from a batch of"
     if plan.drafts == SEQUENCE:
@@ -96,7 +97,7 @@ def _expected(plan: Plan) -> list[str]:
         f"{'hash':10} {plan.sha256[:HASH_DIGITS]}",
         *textwrap.wrap(f"{'mode':10} {plan.mode}: {how}", LINE_COLUMNS, subsequent_indent=" " * 11),
         f"{'expected':10} text {found.generated_tokens_per_s:.2f} tokens/s at context length {found.context_tokens} "
-        f"(bandwidth limit: {found.ceiling_tokens_per_s:.2f})",
+        f"({limit}: {found.ceiling_tokens_per_s:.2f})",
         f"{'':10} prompt {found.prompt_tokens_per_s:.1f} tokens/s in chunks of {plan.prefill_chunk_tokens}; time to "
         f"first token ({min(REQUEST_PROMPT_TOKENS, plan.context_tokens)}-token prompt): {found.first_token_s:.3g} s",
         *_compared(plan),

@@ -65,7 +65,7 @@ class ReplyGrammar:
         rules = [
             f'start: (channel ("{ANALYSIS}" | COMMENTARY) {self._literal(MESSAGE)} said)* ({" | ".join(last)})',
             f"said: thought {self._literal(f'{START}assistant')}",
-            f"form: (/ ?/ {self._literal(CONSTRAIN)})? / ?(json)?/ {self._literal(MESSAGE)}",
+            f"form: (/ ?/ {self._literal(CONSTRAIN)} / ?(json)?/ | / (json)?/)? {self._literal(MESSAGE)}",
             f"channel: {self._literal(CHANNEL)}",
             'COMMENTARY: "commentary"',
             self._up_to(END),
