@@ -15,11 +15,13 @@ from hetero_ee.errors import CheckpointError, ModelError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.gguf.folder import gguf_folder
 from hetero_ee.hub.gguf.header import read_gguf_header
+from hetero_ee.hub.gguf.tokenizer import tokenizer_files
 from hetero_ee.hub.resolve import resolve_model
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import convert
+from hetero_ee.weights.store.source import Source
 from tests.families import random_model
 from tests.gguf_files import described, entry, gguf_bytes
 from tests.gguf_models import write_gguf
@@ -227,6 +229,21 @@ def test_a_file_that_changes_is_noticed(good: Path, tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(CheckpointError, match="can't be read"):
         open_checkpoint(its, read_spec(its))
+
+
+def test_what_another_process_translates_meanwhile_is_left_alone(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, before = Path(shutil.copy(good, tmp_path / "m.gguf")), list[Source]()
+
+    def meanwhile(header: Any) -> dict[str, str]:
+        monkeypatch.undo()
+        before.append(Source.of(gguf_folder(file)))
+        return tokenizer_files(header)
+
+    monkeypatch.setattr("hetero_ee.hub.gguf.folder.tokenizer_files", meanwhile)
+    gguf_folder(file)
+    before[0].check_unchanged()
 
 
 def test_the_note_counts_in_the_cache_alone(good: Path, tmp_path: Path) -> None:

@@ -77,12 +77,12 @@ def gguf_folder(file: Path, *, configuration_only: bool = False) -> Path:
     parts = part_files(file)
     identity = [TRANSLATION_VERSION, *(asdict(_NotedFile.of(part)) for part in parts)]
     folder = _folder(base_name(file), identity)
-    is_current = _is_current(folder)
-    if is_current and (configuration_only or (folder / TOKENIZER_FILE).is_file()):
+    if _is_current(folder) and (configuration_only or (folder / TOKENIZER_FILE).is_file()):
         return folder
     header = read_model_header(parts)
     config = _configuration(header)
     files = {} if configuration_only else tokenizer_files(header)  # tokenizer.json is last, so it implies the others
+    is_current = _is_current(folder)  # perhaps by now, because of another process
     if not is_current:
         note = _Note(tuple(_NotedFile.of(part, header.header_bytes[part]) for part in parts))
         values = {CONFIG_FILE: config, "generation_config.json": hf_generation_config(header)}
@@ -162,12 +162,18 @@ def _read_note(file: Path) -> _Note:
 
 
 def _write(folder: Path, files: dict[str, str], *, replaces: bool) -> None:
-    """Write the files in order, each atomically. `replaces` first removes a tokenizer made from another header."""
+    """Write the files in order, each atomically.
+
+    Args:
+        replaces: Write those that exist, too, and first remove a tokenizer made from another header.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if replaces:
             (folder / TOKENIZER_FILE).unlink(missing_ok=True)
         for name, text in files.items():
+            if not replaces and (folder / name).is_file():
+                continue
             partial = folder / f"{name}.{uuid.uuid4().hex[:8]}.partial"
             try:
                 partial.write_bytes(text.encode())
