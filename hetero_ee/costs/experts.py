@@ -1,4 +1,4 @@
-"""Compute the cost of a mixture of experts: the number of experts a batch uses, and the seconds that they take.
+"""Compute how many of a layer's experts a batch uses, and how many seconds they take.
 
 A token uses n_active of n experts, and experts that several tokens use are read once. If tokens choose independently,
 m tokens use n (1 - (1 - n_active / n)^m) different experts. Consecutive tokens tend to choose the same experts, so a

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hetero_ee.config import Progress
 from hetero_ee.layers.tensors import TensorRole, TensorSpec
-from hetero_ee.models.blocks import Block
+from hetero_ee.models.blocks import Block, all_tensors, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
 from hetero_ee.quality.streamed import StreamedModel
 from hetero_ee.weights.quantizers import Workers, quantize
 from hetero_ee.weights.tiles import region_bytes
@@ -127,6 +128,17 @@ def _steps(
         for narrow, wide in pairwise(errors[tensor]):
             saved = cost * (errors[tensor][narrow] - errors[tensor][wide]) / ERRORS["int4"]
             yield saved / (layout_bytes(tensor, wide) - layout_bytes(tensor, narrow)), tensor, (narrow, wide)
+
+
+def layer_matrices(spec: ModelSpec) -> list[TensorSpec]:
+    """Return the matrices of the layers, among which bits are dealt out."""
+    layers = [block for block in decoder_blocks(spec.in_plain_int4) if block.layer is not None]
+    return [tensor for tensor in all_tensors(layers) if tensor.role is TensorRole.MATRIX]
+
+
+def least_bytes(matrices: Sequence[TensorSpec]) -> int:
+    """Return the bytes of the matrices in the narrowest layout."""
+    return sum(layout_bytes(each, "int4") for each in matrices)
 
 
 def layout_bytes(tensor: TensorSpec, name: str) -> int:

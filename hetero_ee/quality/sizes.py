@@ -5,13 +5,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from hetero_ee.errors import UsageError
-from hetero_ee.layers.tensors import TensorRole
-from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.context import USUAL_TOKENS
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
-from hetero_ee.quality.bits import dealt_layouts, layout_bytes
+from hetero_ee.quality.bits import dealt_layouts, layer_matrices, least_bytes
 from hetero_ee_profiles.hardware import HardwareProfile
 
 BITS = (4.5, 4.6, 4.8, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5, 8.0, 8.5)
@@ -32,11 +30,10 @@ def sizes(spec: ModelSpec, profile: HardwareProfile) -> Iterator[Size]:
     """Yield the sizes that the machine's memory holds, the smallest first. Raises: UsageError: if it holds none."""
     plain = spec.in_plain_int4
     limits = Limits(context_tokens=min(USUAL_TOKENS, spec.max_context_tokens))
-    matrices = [each for each in all_tensors(decoder_blocks(plain)) if each.role is TensorRole.MATRIX]
+    matrices = layer_matrices(spec)
     alike = {each: float(each.n_elements) for each in matrices}
     n_weights = sum(each.n_elements for each in matrices)
-    least_bytes = sum(layout_bytes(each, "int4") for each in matrices)
-    least = ceil(800 * least_bytes / n_weights) / 100  # more than BITS[0] if tiles are padded
+    least = ceil(800 * least_bytes(matrices) / n_weights) / 100  # more than BITS[0] if tiles are padded
     for bits in (least, *(each for each in BITS if each > least)):
         layouts = dealt_layouts(alike, int(bits * n_weights / 8))
         wider = tuple(sorted((name, layout) for name, layout in layouts.items() if layout != "int4"))

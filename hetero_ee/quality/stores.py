@@ -12,12 +12,18 @@ from hetero_ee.calibration.stages import Chunk
 from hetero_ee.config import Progress, warner
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.layers.tensors import TensorRole, TensorSpec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.draft_head import stored_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import MODEL_OPTIONS
-from hetero_ee.quality.bits import MEASURED_TOKENS, dealt_layouts, layout_bytes, rounding_costs
+from hetero_ee.quality.bits import (
+    MEASURED_TOKENS,
+    dealt_layouts,
+    layer_matrices,
+    layout_bytes,
+    least_bytes,
+    rounding_costs,
+)
 from hetero_ee.quality.calibrated import CalibratedMatrices, CorrectedMatrices
 from hetero_ee.quality.streamed import StreamedModel, opened
 from hetero_ee.quality.texts import distinct_share, own_windows, text_windows
@@ -95,7 +101,7 @@ def make_rounded_store(
         )
     how: dict[str, Any] = {"threads": threads, "progress": progress}
     n_bytes = _budget_bytes(spec, chosen, rounding) if rounding.deals else 0  # before texts, which need minutes
-    reads = rounding.calibrates or n_bytes > _least_bytes(spec)  # else all matrices are in int4
+    reads = rounding.calibrates or n_bytes > least_bytes(layer_matrices(spec))  # else all matrices are in int4
     if rounding.texts and not reads:
         warner(progress)("All matrices are in int4, so no bits are dealt out, and the text is not read.")
     windows = _windows(folder, spec, chosen, rounding, cache, how) if reads else []
@@ -142,19 +148,10 @@ def measured_windows(windows: Sequence[Chunk]) -> list[Chunk]:
     return [window[:MEASURED_WINDOW] for window in some]
 
 
-def _layer_matrices(spec: ModelSpec) -> list[TensorSpec]:
-    layers = (block for block in decoder_blocks(spec.in_plain_int4) if block.layer is not None)
-    return [each for block in layers for each in block.tensors.values() if each.role is TensorRole.MATRIX]
-
-
-def _least_bytes(spec: ModelSpec) -> int:
-    return sum(layout_bytes(each, "int4") for each in _layer_matrices(spec))
-
-
 def _budget_bytes(spec: ModelSpec, plain: Quantization, rounding: Rounding) -> int:
     """Return the bytes for the layers' matrices. Raises: UsageError: if they are too few."""
-    matrices = _layer_matrices(spec)
-    n_weights, least = sum(each.n_elements for each in matrices), _least_bytes(spec)
+    matrices = layer_matrices(spec)
+    n_weights, least = sum(each.n_elements for each in matrices), least_bytes(matrices)
     if rounding.n_bytes is None:
         n_bytes = int((rounding.bits or 0.0) * n_weights / 8)
     else:  # each matrix has two regions that begin at a page
@@ -184,9 +181,9 @@ def _dealt(
 ) -> Quantization:
     """Return the quantization with the layouts that n_bytes for the layers' matrices allow."""
     spec, read = opened(folder)
-    matrices = _layer_matrices(spec)
+    matrices = layer_matrices(spec)
     costs = dict.fromkeys(matrices, 1.0)
-    if n_bytes > _least_bytes(spec):
+    if n_bytes > least_bytes(matrices):
         model = StreamedModel(spec.in_plain_int4, read, measured_windows(windows), workers)
         costs = rounding_costs(model, plain.matrices, workers, progress)
     own = {} if plain.own is None else _own_layouts(folder, spec)
@@ -205,5 +202,5 @@ def _dealt(
 def _own_layouts(folder: Path, spec: ModelSpec) -> dict[str, str]:
     """Return the layouts of the layers' matrices whose codes in a GGUF file tiles can hold."""
     checkpoint = open_checkpoint(folder, spec)
-    kept = (tensor.name for tensor in _layer_matrices(spec) if KEPT.keys() >= set(checkpoint.types(tensor.name)))
+    kept = (tensor.name for tensor in layer_matrices(spec) if KEPT.keys() >= set(checkpoint.types(tensor.name)))
     return {name: dict(spec.matrix_layouts).get(name, "int4") for name in kept}

@@ -87,13 +87,8 @@ def convert(
         with ending_at_once():
             from hetero_ee.quality.stores import Rounding
 
-        rounding = Rounding(
-            calibrate,
-            quality is Quality.BEST,
-            texts or None,
-            bits=bits,
-            n_bytes=None if size is None else _bytes_of(size),
-        )
+        n_bytes = None if size is None else _bytes_of(size)
+        rounding = Rounding(calibrate, quality is Quality.BEST, texts or None, bits=bits, n_bytes=n_bytes)
     _print_made(_converted(engine, model, output, rounding=rounding))
 
 
