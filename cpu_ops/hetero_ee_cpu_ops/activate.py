@@ -46,6 +46,9 @@ KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "fatrelu": 4, "softcap
 CLAMPED, SQUARED = 6, 7
 CHUNK = 8192  # outputs a thread claims at a time: about 2 us of work, many times the cost of a claim
 SHARED_FROM = 4 * CHUNK  # the caller computes fewer outputs itself: waking the thread pool costs about 1 us
+# Indices in the chunk function's arguments: addresses, outputs of a row, the distance between rows of outputs, ...
+INPUT, OUT, ROW_VALUES, ROW_STRIDE, GATED, KIND, THRESHOLD, N_WORDS = range(8)
+ARGUMENT_BYTES = 8 * N_WORDS
 # Coefficients of t^0, t^1, ... in ln(erfc(z) e^(z^2) / t), t = 1 / (1 + z / 2).
 ERFC = (
     -1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806, 0.27886807, -1.13520398, 1.48851587, -0.82215223,
@@ -150,13 +153,14 @@ def _piece(x: int, up: int, out: int, n: int, kind: int, threshold: float) -> No
 
 def _chunk(arguments: int, index: int) -> None:
     """Compute the index-th piece of up to CHUNK outputs. Pieces are counted row by row."""
-    x, out, n_outputs = word(arguments, 0), word(arguments, 1), word(arguments, 2)
-    gated, kind, threshold = word(arguments, 3), word(arguments, 4), read_float(arguments + 40)
+    x, out, n_outputs = word(arguments, INPUT), word(arguments, OUT), word(arguments, ROW_VALUES)
+    gated, kind, threshold = word(arguments, GATED), word(arguments, KIND), read_float(arguments + 8 * THRESHOLD)
     n_pieces = (n_outputs + CHUNK - 1) // CHUNK
     row, first = index // n_pieces, index % n_pieces * CHUNK
     source = x + 4 * (row * n_outputs * (1 + gated) + first)
     up = source + 4 * n_outputs if gated else 0
-    _piece(source, up, out + 4 * (row * n_outputs + first), min(CHUNK, n_outputs - first), kind, threshold)
+    target = out + 4 * (row * word(arguments, ROW_STRIDE) + first)
+    _piece(source, up, target, min(CHUNK, n_outputs - first), kind, threshold)
 
 
 CHUNK_FUNCTION = Chunk(_chunk)
@@ -184,18 +188,43 @@ def _enter(
     alone = alone or m * n_outputs < SHARED_FROM
     if not alone and arguments.size == 0:
         return n_chunks
-    address = scratch(48) if alone else arguments.ctypes.data
-    write_integer(x.ctypes.data, address)
-    write_integer(out.ctypes.data, address + 8)
-    write_integer(n_outputs, address + 16)
-    write_integer(gated, address + 24)
-    write_integer(kind, address + 32)
-    write_float(np.float32(threshold), address + 40)
+    address = scratch(ARGUMENT_BYTES) if alone else arguments.ctypes.data
+    write_integer(x.ctypes.data, address + 8 * INPUT)
+    write_integer(out.ctypes.data, address + 8 * OUT)
+    write_integer(n_outputs, address + 8 * ROW_VALUES)
+    write_integer(n_outputs, address + 8 * ROW_STRIDE)
+    write_integer(gated, address + 8 * GATED)
+    write_integer(kind, address + 8 * KIND)
+    write_float(np.float32(threshold), address + 8 * THRESHOLD)
     if not alone:
         return n_chunks
     for index in range(n_chunks):
         call_chunk(function, address, index)
     return 0
+
+
+def chunk_arguments(kind: str, n_outputs: int, stride: int, *, gated: bool, threshold: float) -> Any:
+    """Return the arguments of CHUNK_FUNCTION without addresses, int64 (N_WORDS,).
+
+    Args:
+        n_outputs: outputs of a row.
+        stride: fp32 numbers from one row of outputs to the next.
+        kind, gated, threshold: see activate().
+
+    Raises:
+        ValueError: if the kind is unknown.
+    """
+    arguments = np.zeros(N_WORDS, np.int64)
+    bits = int(np.float32(threshold).view(np.int32))
+    arguments[ROW_VALUES:] = n_outputs, stride, gated, _number_of(kind), bits
+    return arguments
+
+
+def _number_of(kind: str) -> int:
+    number = KINDS.get(kind)
+    if number is None:
+        raise ValueError(f"Unknown activation {kind}; choose one of {', '.join(KINDS)}.")
+    return number
 
 
 def activate(
@@ -216,9 +245,7 @@ def activate(
     Raises:
         ValueError: if a shape, dtype or layout does not fit, or the kind is unknown.
     """
-    number = KINDS.get(kind)
-    if number is None:
-        raise ValueError(f"Unknown activation {kind}; choose one of {', '.join(KINDS)}.")
+    number = _number_of(kind)
     if out is None:
         out = np.empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1]), np.float32)
     status = _enter(CHUNK_FUNCTION.address, NO_ARGUMENTS, x, number, gated, threshold, pool is None, out)
@@ -226,7 +253,7 @@ def activate(
         layout = "gated" if gated else "not gated"
         raise ValueError(f"Activation input x {x.shape} ({layout}) does not fit the output {out.shape}.")
     if status > 0 and pool is not None:
-        arguments = np.empty(6, np.int64)
+        arguments = np.empty(N_WORDS, np.int64)
         _enter(CHUNK_FUNCTION.address, arguments, x, number, gated, threshold, False, out)
         pool.run(CHUNK_FUNCTION.address, arguments, status)
     return out

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from hetero_ee_cpu_ops.jit.kernel_files import inner
 from hetero_ee_cpu_ops.jit.lazy import Chunk, array_in, array_out, entry
-from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.jit.thread_pool import lead
 from hetero_ee_cpu_ops.simd.bytes import word
 from hetero_ee_cpu_ops.simd.floats import add, load16, multiply, read_float, spread, store16
 
-F32, NO_SUMS = np.float32(0), np.zeros((0, 0), np.float32)  # type of a loaded value; stands for None
+F32 = np.float32(0)  # type of a loaded value
 SHARED_TOKENS = 4  # tokens whose outputs a thread adds at a time
 MIN_SHARED_VALUES = 2**17  # outputs to add; the caller adds fewer itself, in about 10 us
 WIDTH, N_TOKENS, N_CHOSEN, PER_CHUNK, ROUTES, PLACES, OUTPUTS, SUMS, OUT = range(9)  # indices in the argument array
@@ -32,14 +33,14 @@ class Pairs:
     places: Any  # int64 (m, n_active): pair of each choice, -1 if another device has the expert
 
 
-@entry(
-    types.int64(
-        array_in(types.float32, 2), types.int64, array_out(types.int64, 1), array_out(types.int64, 1),
-        array_out(types.int64, 1), array_out(types.int64, 1), array_out(types.int64, 2),
-    )
-)  # fmt: skip
-def _group(routes: Any, start: int, nexts: Any, experts: Any, starts: Any, rows: Any, places: Any) -> int:
-    """Write the parts of Pairs, and return the number of chosen experts. nexts: room for a number per expert."""
+@inner
+def group_pairs(routes: Any, start: int, nexts: Any, experts: Any, starts: Any, rows: Any, places: Any) -> int:
+    """Write the parts of Pairs, and return the number of chosen experts.
+
+    Args:
+        routes, start: see pairs_of.
+        nexts: room for a number per expert.
+    """
     m, n_active = places.shape
     nexts[:] = 0
     for token in range(m):
@@ -63,6 +64,16 @@ def _group(routes: Any, start: int, nexts: Any, experts: Any, starts: Any, rows:
                 pair = nexts[expert]
                 places[token, choice], rows[pair], nexts[expert] = pair, token, pair + 1
     return n
+
+
+@entry(
+    types.int64(
+        array_in(types.float32, 2), types.int64, array_out(types.int64, 1), array_out(types.int64, 1),
+        array_out(types.int64, 1), array_out(types.int64, 1), array_out(types.int64, 2),
+    )
+)  # fmt: skip
+def _group(routes: Any, start: int, nexts: Any, experts: Any, starts: Any, rows: Any, places: Any) -> int:
+    return group_pairs(routes, start, nexts, experts, starts, rows, places)
 
 
 def pairs_of(routes: Any, start: int, n_experts: int) -> Pairs:
@@ -99,42 +110,23 @@ def _add_chunk(arguments: int, index: int) -> None:
 ADD_CHUNK = Chunk(_add_chunk)
 
 
-@entry(
-    types.int64(
-        array_in(types.float32, 2), array_in(types.float32, 2), array_in(types.int64, 2), array_in(types.float32, 2),
-        array_out(types.float32, 2), array_out(types.int64, 1),
-    )
-)  # fmt: skip
-def _describe(outputs: Any, routes: Any, places: Any, sums: Any, out: Any, arguments: Any) -> int:
-    """Write the arguments of ADD_CHUNK, and return the number of chunks; -1 if a shape does not fit."""
-    m, width = out.shape
-    n_chosen = places.shape[1]
-    if width % 16 or routes.shape != (m, 2 * n_chosen) or (sums.size and sums.shape != out.shape):
-        return -1
-    per_chunk = SHARED_TOKENS if outputs.size >= MIN_SHARED_VALUES else max(1, m)
+@inner
+def add_outputs(outputs: Any, routes: Any, places: Any, sums: Any, out: Any, add_chunk: int, shared: int) -> None:
+    """Write each token's weighted sum of outputs, added to `sums` unless it is empty.
+
+    Args:
+        outputs: fp32 (n_pairs, width), width a multiple of 16.
+        routes: as for pairs_of.
+        places: pair of each choice, see Pairs.
+        sums, out: fp32 (m, width).
+        add_chunk: address of ADD_CHUNK.
+        shared: see lead().
+    """
+    (m, width), n_chosen, arguments = out.shape, places.shape[1], np.empty(9, np.int64)
+    is_large = m * n_chosen * width >= MIN_SHARED_VALUES
+    per_chunk = SHARED_TOKENS if is_large else m
     arguments[WIDTH], arguments[N_TOKENS], arguments[N_CHOSEN], arguments[PER_CHUNK] = width, m, n_chosen, per_chunk
     arguments[ROUTES], arguments[PLACES] = routes.ctypes.data, places.ctypes.data
     arguments[OUTPUTS], arguments[OUT] = outputs.ctypes.data, out.ctypes.data
     arguments[SUMS] = sums.ctypes.data if sums.size else 0
-    return -(-m // per_chunk)
-
-
-def add_outputs(outputs: Any, routes: Any, pairs: Pairs, sums: Any, pool: ThreadPool) -> Any:
-    """Return each token's weighted sum of outputs, added to `sums` unless None, fp32 (m, width).
-
-    Args:
-        outputs: contiguous fp32 (n_pairs, width), width a multiple of 16.
-        routes: as for pairs_of.
-        sums: contiguous fp32 (m, width).
-
-    Raises:
-        ValueError: if shapes do not fit.
-    """
-    out, arguments = np.empty((len(pairs.places), outputs.shape[1]), np.float32), np.empty(9, np.int64)
-    before = NO_SUMS if sums is None else sums
-    n_chunks = _describe(outputs, routes, pairs.places, before, out, arguments)
-    if n_chunks < 0 or len(outputs) != len(pairs.rows):
-        shapes = f"Outputs {outputs.shape}, routes {routes.shape} and sums {before.shape}"
-        raise ValueError(f"{shapes} do not fit {len(pairs.rows)} pairs.")
-    pool.run(ADD_CHUNK.address, arguments, n_chunks)
-    return out
+    lead(shared if is_large else 0, add_chunk, arguments.ctypes.data, (m + per_chunk - 1) // per_chunk)

@@ -9,11 +9,12 @@ Valid for widths that are multiples of 16 and up to 64 experts per token. Source
 from typing import Any
 
 import numpy as np
+from numba import types
 
 from hetero_ee_cpu_ops.activate import sigmoid
 from hetero_ee_cpu_ops.jit.kernel_files import inner
-from hetero_ee_cpu_ops.jit.lazy import Chunk
-from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
+from hetero_ee_cpu_ops.jit.lazy import Chunk, array_in, array_out, entry
+from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool, lead
 from hetero_ee_cpu_ops.simd.bytes import word, zeros
 from hetero_ee_cpu_ops.simd.floats import (
     add,
@@ -265,6 +266,23 @@ class RouterRule:
         self.arguments[SCALE:].view(np.float32)[::2] = scale, added
 
 
+@entry(
+    types.int64(
+        array_in(types.float32, 2), array_in(types.int64, 1), array_out(types.float32, 2), array_out(types.float32, 2),
+        *[types.int64] * 3,
+    ),
+    nogil=True,
+)  # fmt: skip
+def _enter(x: Any, rule: Any, logits: Any, out: Any, logit_chunk: int, choice_chunk: int, shared: int) -> int:
+    arguments, m = rule.copy(), len(x)
+    arguments[X], arguments[N_TOKENS] = x.ctypes.data, m
+    arguments[LOGITS], arguments[OUT] = logits.ctypes.data, out.ctypes.data
+    n_tiles = ((m + TILE - 1) // TILE) * ((arguments[N_EXPERTS] + TILE - 1) // TILE)
+    lead(shared, logit_chunk, arguments.ctypes.data, n_tiles)
+    lead(shared, choice_chunk, arguments.ctypes.data, (m + CHOSEN_TOKENS - 1) // CHOSEN_TOKENS)
+    return 0
+
+
 def route(x: Any, rule: RouterRule, pool: ThreadPool) -> Any:
     """Choose experts for each row of x, contiguous fp32 (m, width).
 
@@ -278,11 +296,11 @@ def route(x: Any, rule: RouterRule, pool: ThreadPool) -> Any:
     if x.shape != (m, rule.width):
         raise ValueError(f"x {x.shape} and a router of {rule.width} features do not fit.")
     logits, out = np.empty((m, rule.n_experts), np.float32), np.empty((m, 2 * rule.n_active), np.float32)
-    arguments = rule.arguments.copy()
-    arguments[X], arguments[N_TOKENS] = x.ctypes.data, m
-    arguments[LOGITS], arguments[OUT] = logits.ctypes.data, out.ctypes.data
-    pool.run(LOGIT_CHUNK.address, arguments, -(-m // TILE) * -(-rule.n_experts // TILE))
-    pool.run(CHOICE_CHUNK.address, arguments, -(-m // CHOSEN_TOKENS))
+    shared = pool.enter()
+    try:
+        _enter(x, rule.arguments, logits, out, LOGIT_CHUNK.address, CHOICE_CHUNK.address, shared)
+    finally:
+        pool.leave(shared)
     return out
 
 

@@ -154,12 +154,11 @@ class Moe(Mixer):
 
     def forward(self, ops: Ops, x: Array, rows: Rows) -> Array:
         routes = ops.route(x, self.router)
-        outputs = self.outputs(ops, x, routes, self.experts)
-        return self.end(ops, ops.add_experts(outputs, routes, self.experts, None), self.shared(ops, x))
+        return self.end(ops, ops.expert_sums(self.inputs(ops, x), routes, self.experts, None), self.shared(ops, x))
 
-    def outputs(self, ops: Ops, x: Array, routes: Array, experts: Experts) -> Array:
-        """Return the outputs of the chosen ones of these experts, see Ops.expert_outputs."""
-        return ops.expert_outputs(_scaled(ops, x, self._input_scale), routes, experts)
+    def inputs(self, ops: Ops, x: Array) -> Array:
+        """Return what the experts read of the normed x."""
+        return _scaled(ops, x, self._input_scale)
 
     @property
     def has_shared(self) -> bool:

@@ -72,7 +72,7 @@ class Router:
     factors: Array | None = None  # (n_experts,), of the weights
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Experts:
     """A layer's experts, or consecutive ones of them, on a device."""
 
@@ -289,12 +289,8 @@ class Ops(Protocol):
         """
         ...
 
-    def expert_outputs(self, x: Array, routes: Array, experts: Experts) -> Array:
-        """Return the outputs of the chosen ones of these experts, in the form that add_experts() needs."""
-        ...
-
-    def add_experts(self, outputs: Array, routes: Array, experts: Experts, sums: Array | None) -> Array:
-        """Sum the weighted outputs of these experts: (m, hidden).
+    def expert_sums(self, x: Array, routes: Array, experts: Experts, sums: Array | None) -> Array:
+        """Sum the weighted outputs of the chosen ones of these experts: (m, hidden).
 
         Args:
             sums: sums of higher experts' outputs, to which these are added, from the highest to the lowest; None for 0.

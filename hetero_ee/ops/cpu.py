@@ -28,8 +28,9 @@ from hetero_ee_cpu_ops.attention.kv_write import KvWrite
 from hetero_ee_cpu_ops.attention.rope import Rope
 from hetero_ee_cpu_ops.delta import DeltaRule, DeltaSequence
 from hetero_ee_cpu_ops.embed import embed_int4, embed_int8
-from hetero_ee_cpu_ops.expert_pairs import Pairs, add_outputs, pairs_of
-from hetero_ee_cpu_ops.grouped_matmul import GroupedMatmul
+from hetero_ee_cpu_ops.expert_ffn import ExpertFfn
+from hetero_ee_cpu_ops.expert_pairs import Pairs, pairs_of
+from hetero_ee_cpu_ops.grouped_matmul import ExpertMatrix, GroupedMatmul
 from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.mamba import Mamba2
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
@@ -51,14 +52,6 @@ class CpuMatrix:
     bias: Any  # fp32 (n_rows,) or None
     n_rows: int
     first_row: int = 0  # first row that is read, a multiple of 16
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertOutputs:
-    """The outputs of chosen experts, fp32 (n_pairs, hidden), and whose they are."""
-
-    values: Any
-    pairs: Pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +101,8 @@ class CpuOps(Ops):
     def __init__(self, pool: ThreadPool, *, reads_ahead: bool = False) -> None:
         self.pool, self._reads_ahead = pool, reads_ahead
         self._matmul = Matmul(pool)
-        self._grouped_matmul = GroupedMatmul(pool, self._matmul)
+        self._grouped_matmul = GroupedMatmul(pool)
+        self._expert_ffns: dict[Experts, ExpertFfn] = {}
         self._sparse_ffn, self._masked_linear = SparseFfn(pool), MaskedLinear(pool)
         self._rules: dict[Router, RouterRule] = {}
         self._ropes: dict[tuple[RopeSpec, int], Rope] = {}
@@ -229,7 +223,8 @@ class CpuOps(Ops):
         m, n_rows = len(x), matrix.n_rows // n_heads
         pairs = Pairs(np.arange(n_heads), m * np.arange(n_heads + 1), np.arange(m * n_heads), np.zeros((0, 0)))
         by_head = x.reshape(m, n_heads, -1).swapaxes(0, 1).reshape(m * n_heads, -1)
-        product = self._of_experts(np.ascontiguousarray(by_head), matrix, n_rows, pairs, gather=False)
+        by_head, heads = np.ascontiguousarray(by_head), self._expert_matrix(matrix, n_rows, n_heads)
+        product = self._grouped_matmul(by_head, heads, pairs, gather=False)
         return product.reshape(n_heads, m, n_rows).swapaxes(0, 1).reshape(m, -1)
 
     def concatenate(self, parts: list[Any]) -> Any:
@@ -276,23 +271,21 @@ class CpuOps(Ops):
             self._rules[router] = rule
         return route(x, rule, self.pool)
 
-    def expert_outputs(self, x: Any, routes: Any, experts: Experts) -> ExpertOutputs:
-        pairs = pairs_of(routes, experts.start, experts.n)
+    def expert_sums(self, x: Any, routes: Any, experts: Experts, sums: Any) -> Any:
         if self._reads_ahead:
-            _read_experts_ahead(pairs, experts)
-        inner = self._of_experts(x, experts.first, experts.n_first_rows, pairs, gather=True)
-        active = self.activate(inner, experts.activation)
-        return ExpertOutputs(self._of_experts(active, experts.down, experts.n_down_rows, pairs, gather=False), pairs)
+            _read_experts_ahead(pairs_of(routes, experts.start, experts.n), experts)
+        ffn = self._expert_ffns.get(experts)
+        if ffn is None:
+            first = self._expert_matrix(experts.first, experts.n_first_rows, experts.n)
+            down, kind = self._expert_matrix(experts.down, experts.n_down_rows, experts.n), experts.activation
+            ffn = ExpertFfn(
+                self.pool, first, down, experts.start, kind.kind, gated=kind.gated, threshold=kind.threshold
+            )
+            self._expert_ffns[experts] = ffn
+        return ffn(x, routes, sums)
 
-    def _of_experts(self, x: Any, matrix: CpuMatrix, n_rows: int, pairs: Pairs, *, gather: bool) -> Any:
-        """Multiply the rows of pairs by their experts' n_rows rows of a matrix."""
-        product = self._grouped_matmul(x, matrix.tiles, (matrix.first_row, n_rows), pairs, gather=gather)
-        if matrix.bias is not None:
-            product += np.repeat(matrix.bias.reshape(-1, n_rows)[pairs.experts], np.diff(pairs.starts), 0)
-        return product
-
-    def add_experts(self, outputs: ExpertOutputs, routes: Any, experts: Experts, sums: Any) -> Any:
-        return add_outputs(outputs.values, routes, outputs.pairs, sums, self.pool)
+    def _expert_matrix(self, matrix: CpuMatrix, n_rows: int, n_experts: int) -> ExpertMatrix:
+        return ExpertMatrix(self._matmul, matrix.tiles, matrix.first_row, n_rows, n_experts, matrix.bias)
 
     def gate_rows(self, x: Any, inputs: Any, weights: Any) -> Any:
         return gate_rows(x, inputs, weights, self.pool)

@@ -241,8 +241,14 @@ class GpuOps(Ops):
         self.kernels.route(x, router.weights, vectors, spec.n_active, spec.scores, out, **spec.weighting)
         return out
 
+    def expert_sums(self, x: Tensor, routes: Tensor, experts: Experts, sums: Tensor | None) -> Tensor:
+        return self.add_experts(self.expert_outputs(x, routes, experts), routes, experts, sums)
+
     def expert_outputs(self, x: Tensor, routes: Tensor, experts: Experts) -> Tensor:
-        """Return the outputs of all pairs of a token and its choices, (m * n_active, hidden); see Ops."""
+        """Return the outputs of all pairs of a token and its choices (m * n_active, hidden).
+
+        Those of other experts are undefined.
+        """
         (m, width), n_active, multiply = x.shape, routes.shape[1] // 2, self.kernels.expert_matmul
         outputs = self.arena.rows(OUTPUTS, m * n_active, width)
         if experts.n:

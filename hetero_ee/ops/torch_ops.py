@@ -219,6 +219,9 @@ class TorchOps(Ops):
         how: Any = spec.n_active, spec.scores
         return torch.cat([choose(row[None].clone(), vectors, *how, **spec.weighting) for row in logits])
 
+    def expert_sums(self, x: Tensor, routes: Tensor, experts: Experts, sums: Tensor | None) -> Tensor:
+        return self.add_experts(self.expert_outputs(x, routes, experts), routes, experts, sums)
+
     @torch.inference_mode()
     def expert_outputs(self, x: Tensor, routes: Tensor, experts: Experts) -> Tensor:
         """Return the outputs (m, n_active, hidden); those of other experts are undefined."""

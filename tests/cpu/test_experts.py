@@ -12,16 +12,18 @@ from hetero_ee.ops.cpu import CpuOps
 from hetero_ee.ops.torch_ops import TorchMatrix, TorchOps
 from hetero_ee.weights.gguf_blocks import MXFP4_CODEBOOK
 from hetero_ee.weights.weight import TileWeight
-from hetero_ee_cpu_ops import expert_pairs, grouped_matmul
-from hetero_ee_cpu_ops.expert_pairs import MIN_SHARED_VALUES, Pairs, add_outputs, pairs_of
-from hetero_ee_cpu_ops.grouped_matmul import GroupedMatmul
+from hetero_ee_cpu_ops import expert_ffn, grouped_matmul
+from hetero_ee_cpu_ops.activate import activate
+from hetero_ee_cpu_ops.expert_ffn import ExpertFfn
+from hetero_ee_cpu_ops.expert_pairs import MIN_SHARED_VALUES, Pairs, pairs_of
+from hetero_ee_cpu_ops.grouped_matmul import ExpertMatrix, GroupedMatmul
 from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.matmul import Matmul
 from hetero_ee_cpu_ops.route import TILE, RouterRule, gate_rows, route
 from tests.cpu.test_matmul import KINDS, Case
 from tests.cpu_support import GuardedAllocations, assert_close, assert_same_bits
 
-N_EXPERTS, ROWS = 7, 48  # weight rows per expert
+N_EXPERTS, ROWS, HIDDEN = 7, 48, 80  # rows of an expert's matrix; features of a token
 
 
 def drawn_routes(m: int, n_active: int, seed: int = 0, n_experts: int = N_EXPERTS) -> Any:
@@ -37,7 +39,11 @@ def matmul() -> Matmul:
 
 
 def grouped(matmul: Matmul, threads: int = 1) -> GroupedMatmul:
-    return GroupedMatmul(ThreadPool(threads), matmul)
+    return GroupedMatmul(ThreadPool(threads))
+
+
+def of_experts(matmul: Matmul, case: Case, n_rows: int, start: int = 0, n: int = N_EXPERTS) -> ExpertMatrix:
+    return ExpertMatrix(matmul, case.matrix(), start * n_rows, n_rows, n)
 
 
 @pytest.mark.parametrize("n_terms", [1, 2])
@@ -47,7 +53,7 @@ def test_outputs_have_the_bits_of_each_experts_own_product(matmul: Matmul, kind:
     routes = drawn_routes(37, 3)
     for start, n_experts in ((0, N_EXPERTS), (2, 3)):
         pairs = pairs_of(routes, start, n_experts)
-        found = grouped(matmul)(case.x, case.matrix(), (start * ROWS, ROWS), pairs, gather=True)
+        found = grouped(matmul)(case.x, of_experts(matmul, case, ROWS, start, n_experts), pairs, gather=True)
         assert len(found) == ((routes[:, :3] >= start) & (routes[:, :3] < start + n_experts)).sum()
         for token, places in enumerate(pairs.places):
             for place, expert in zip(places, routes[token].astype(int), strict=False):
@@ -62,11 +68,12 @@ def test_threads_and_other_tokens_change_no_bit(matmul: Matmul, kind: str) -> No
     case = Case.random(kind, (N_EXPERTS * 2048, 320), 150)
     routes = drawn_routes(150, 3)
     pairs = pairs_of(routes, 0, N_EXPERTS)
-    alone = grouped(matmul)(case.x, case.matrix(), (0, 2048), pairs, gather=True)
-    assert_same_bits(grouped(matmul, threads=3)(case.x, case.matrix(), (0, 2048), pairs, gather=True), alone)
+    matrix = of_experts(matmul, case, 2048)
+    alone = grouped(matmul)(case.x, matrix, pairs, gather=True)
+    assert_same_bits(grouped(matmul, threads=3)(case.x, matrix, pairs, gather=True), alone)
     few = slice(5, 9)
     fewer = pairs_of(routes[few], 0, N_EXPERTS)
-    part = grouped(matmul, threads=3)(case.x[few], case.matrix(), (0, 2048), fewer, gather=True)
+    part = grouped(matmul, threads=3)(case.x[few], matrix, fewer, gather=True)
     assert_same_bits(part[fewer.places.ravel()], alone[pairs.places[few].ravel()])
 
 
@@ -81,7 +88,7 @@ def test_mxfp4_experts_of_gpt_oss_s_shape() -> None:
 
     def summed(ops: Any, matrix: Any, *arrays: Any) -> Any:
         experts = Experts(matrix, matrix, Activation("relu", 0.0, False), width, width, n)
-        return ops.add_experts(ops.expert_outputs(*arrays, experts), arrays[1], experts, None)
+        return ops.expert_sums(*arrays, experts, None)
 
     expected = summed(TorchOps(), TorchMatrix(weight, None), torch.from_numpy(x), torch.from_numpy(routes)).numpy()
     found = summed(ops, ops.matrix("experts", weight, None), x, routes)
@@ -92,67 +99,110 @@ def test_rows_of_pairs_are_multiplied_without_gathering(matmul: Matmul) -> None:
     case = Case.random("codebook", (N_EXPERTS * ROWS, 64), 12)
     pairs = pairs_of(drawn_routes(12, 2), 0, N_EXPERTS)
     gathered = np.ascontiguousarray(case.x[pairs.rows])
-    expected = grouped(matmul)(case.x, case.matrix(), (0, ROWS), pairs, gather=True)
-    assert_same_bits(grouped(matmul)(gathered, case.matrix(), (0, ROWS), pairs, gather=False), expected)
+    matrix = of_experts(matmul, case, ROWS)
+    expected = grouped(matmul)(case.x, matrix, pairs, gather=True)
+    assert_same_bits(grouped(matmul)(gathered, matrix, pairs, gather=False), expected)
+
+
+class Ffns:
+    """The FFNs of N_EXPERTS experts with random weights and biases, and what they compute, step by step."""
+
+    def __init__(self, matmul: Matmul, kind: str, size: int = 48, *, gated: bool = True, has_bias: bool = True) -> None:
+        self.matmul, self.size, self.gated = matmul, size, gated
+        self.rows = size * (2 if gated else 1), HIDDEN
+        shapes = zip(self.rows, (HIDDEN, size), strict=True)
+        self.cases = [Case.random(kind, (N_EXPERTS * n, width), 1, seed=width) for n, width in shapes]
+        draw = np.random.default_rng(3)
+        self.biases = [draw.standard_normal(N_EXPERTS * n, np.float32) if has_bias else None for n in self.rows]
+
+    def operation(self, start: int = 0, n: int = N_EXPERTS, threads: int = 1) -> ExpertFfn:
+        matrices = []
+        for case, n_rows, bias in zip(self.cases, self.rows, self.biases, strict=True):
+            own = None if bias is None else bias[start * n_rows : (start + n) * n_rows]
+            matrices.append(ExpertMatrix(self.matmul, case.matrix(), start * n_rows, n_rows, n, own))
+        return ExpertFfn(ThreadPool(threads), *matrices, start, "silu", gated=self.gated)
+
+    def expected(self, x: Any, routes: Any, start: int, n: int, sums: Any) -> Any:
+        """Compute one expert of one token at a time; each product is rounded before it is added."""
+        total = np.zeros((len(x), HIDDEN), np.float32) if sums is None else sums.copy()
+        for token in range(len(x)):
+            for expert, weight in routes[token].reshape(2, -1).T:
+                if start <= expert < start + n:
+                    inner = self._product(0, x[token : token + 1], int(expert))
+                    active = activate(inner, "silu", gated=self.gated)
+                    total[token] += self._product(1, active, int(expert))[0] * weight
+        return total
+
+    def _product(self, number: int, x: Any, expert: int) -> Any:
+        n_rows, bias = self.rows[number], self.biases[number]
+        product = self.matmul.rows(x, self.cases[number].matrix(), expert * n_rows, n_rows)
+        return product if bias is None else product + bias[expert * n_rows : (expert + 1) * n_rows]
+
+
+@pytest.mark.parametrize("m", [1, 2, 37])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_have_the_bits_of_each_expert_s_own_ffn(matmul: Matmul, kind: str, m: int) -> None:
+    for gated, has_bias in ((True, True), (False, False)):
+        ffns = Ffns(matmul, kind, gated=gated, has_bias=has_bias)
+        x, routes = np.random.default_rng(m).standard_normal((m, HIDDEN), np.float32), drawn_routes(m, 3)
+        expected = ffns.expected(x, routes, 0, N_EXPERTS, None)
+        assert_same_bits(ffns.operation(threads=3)(x, routes), expected)
+        for cut in (0, 2, N_EXPERTS):
+            higher = ffns.operation(cut, N_EXPERTS - cut)(x, routes) if cut < N_EXPERTS else np.zeros_like(expected)
+            assert_same_bits(higher, ffns.expected(x, routes, cut, N_EXPERTS - cut, None))
+            if cut:
+                assert_same_bits(ffns.operation(0, cut)(x, routes, higher), expected)
+
+
+def test_large_sums_are_shared_without_a_change_of_bits(matmul: Matmul) -> None:
+    m = MIN_SHARED_VALUES // (2 * HIDDEN) + 3
+    ffns, routes = Ffns(matmul, "codebook", size=64), drawn_routes(m, 2)
+    x = np.random.default_rng(1).standard_normal((m, HIDDEN), np.float32)
+    together = ffns.operation(threads=3)(x, routes)
+    assert_same_bits(together, ffns.operation()(x, routes))
+    for token in (0, m - 1):
+        assert_same_bits(together[token], ffns.operation()(x[token : token + 1], routes[token : token + 1])[0])
 
 
 def test_nothing_is_written_beside_the_output(matmul: Matmul, monkeypatch: pytest.MonkeyPatch) -> None:
-    allocated = GuardedAllocations()
-    case, routes = Case.random("codebook", (N_EXPERTS * ROWS, 80), 9), drawn_routes(9, 3)
-    for module in (grouped_matmul, expert_pairs):
-        monkeypatch.setattr(module.np, "empty", allocated.empty)
+    ffns, routes, x = Ffns(matmul, "codebook"), drawn_routes(9, 3), np.ones((9, HIDDEN), np.float32)
     pairs = pairs_of(routes, 0, N_EXPERTS)
-    found = grouped(matmul, threads=2)(case.x, case.matrix(), (0, ROWS), pairs, gather=True)
-    add_outputs(found, routes, pairs, None, ThreadPool(1))
+    matrix, operation = of_experts(matmul, ffns.cases[0], ffns.rows[0]), ffns.operation(threads=2)
+    allocated = GuardedAllocations()
+    for module in (grouped_matmul, expert_ffn):
+        monkeypatch.setattr(module.np, "empty", allocated.empty)
+    grouped(matmul, threads=2)(x, matrix, pairs, gather=True)
+    operation(x, routes)
     assert len(allocated.arrays) >= 6
     allocated.check()
 
 
 def test_a_batch_without_any_of_these_experts_has_no_outputs(matmul: Matmul) -> None:
-    case, routes = Case.random("codebook", (ROWS, 80), 2), drawn_routes(2, 2, n_experts=4)
+    case, routes = Case.random("codebook", (N_EXPERTS * ROWS, 80), 2), drawn_routes(2, 2, n_experts=4)
     pairs = pairs_of(routes, 6, 1)
-    assert len(grouped(matmul)(case.x, case.matrix(), (0, ROWS), pairs, gather=True)) == 0
-    sums = np.random.default_rng(0).standard_normal((2, 32), np.float32)
-    assert_same_bits(add_outputs(np.empty((0, 32), np.float32), routes, pairs, sums, ThreadPool(1)), sums)
+    assert len(grouped(matmul)(case.x, of_experts(matmul, case, ROWS), pairs, gather=True)) == 0
+    sums = np.random.default_rng(0).standard_normal((2, HIDDEN), np.float32)
+    none_of_them = Ffns(matmul, "codebook").operation(6, 1)
+    assert_same_bits(none_of_them(np.ones((2, HIDDEN), np.float32), routes, sums), sums)
 
 
 def test_shapes_that_do_not_fit_are_refused(matmul: Matmul) -> None:
     case, pairs = Case.random("codebook", (3 * ROWS, 80), 4), pairs_of(drawn_routes(4, 2), 0, N_EXPERTS)
-    multiply = grouped(matmul)
-    with pytest.raises(ValueError, match="48 rows per expert from 0 on do not fit 9 blocks"):
-        multiply(case.x, case.matrix(), (0, ROWS), pairs, gather=True)
-    fitting = pairs_of(drawn_routes(4, 2, n_experts=3), 0, 3)
-    for place in ((8, ROWS), (0, 40), (16, ROWS)):
-        with pytest.raises(ValueError, match="do not fit"):
-            multiply(case.x, case.matrix(), place, fitting, gather=True)
+    multiply, tiles = grouped(matmul), case.matrix()
+    for first, n_rows, n in ((0, ROWS, 4), (8, ROWS, 1), (0, 40, 3), (16, ROWS, 3)):
+        with pytest.raises(ValueError, match=f"{n} experts of {n_rows} rows from {first} on do not fit 9 blocks"):
+            ExpertMatrix(matmul, tiles, first, n_rows, n)
+    matrix = of_experts(matmul, case, ROWS, n=3)
+    with pytest.raises(ValueError, match="Expert 5 is not among 3"):
+        multiply(case.x, matrix, pairs, gather=True)
     with pytest.raises(ValueError, match="4 rows of activations do not fit 8 pairs"):
-        multiply(case.x, case.matrix(), (0, ROWS), fitting, gather=False)
-    with pytest.raises(ValueError, match="do not fit 8 pairs"):
-        add_outputs(np.zeros((7, 32), np.float32), drawn_routes(4, 2), fitting, None, ThreadPool(1))
-    with pytest.raises(ValueError, match="sums"):
-        add_outputs(
-            np.zeros((8, 32), np.float32), drawn_routes(4, 2), fitting, np.zeros((4, 16), np.float32), ThreadPool(1)
-        )
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_sums_have_the_bits_of_torchs_and_continue_those_of_higher_experts(shared: bool) -> None:
-    m, width = (MIN_SHARED_VALUES // 96 + 3, 48) if shared else (5, 48)
-    routes = drawn_routes(m, 2)
-    draw = np.random.default_rng(1)
-    dense = draw.standard_normal((m, 2, width), np.float32)
-
-    def part(start: int, n: int, sums: Any) -> Any:
-        pairs = pairs_of(routes, start, n)
-        outputs = np.empty((len(pairs.rows), width), np.float32)
-        outputs[pairs.places[pairs.places >= 0]] = dense[pairs.places >= 0]
-        return add_outputs(outputs, routes, pairs, sums, ThreadPool(3))
-
-    experts = Experts(None, None, Activation("silu", 0.0, True), 0, 0, N_EXPERTS)
-    expected = TorchOps().add_experts(torch.from_numpy(dense), torch.from_numpy(routes), experts, None)
-    assert_same_bits(part(0, N_EXPERTS, None), expected.numpy())
-    for cut in range(N_EXPERTS + 1):
-        assert_same_bits(part(0, cut, part(cut, N_EXPERTS - cut, None)), expected.numpy())
+        multiply(case.x, matrix, pairs_of(drawn_routes(4, 2, n_experts=3), 0, 3), gather=False)
+    operation, x = Ffns(matmul, "codebook").operation(), np.ones((4, HIDDEN), np.float32)
+    for routes, sums in ((drawn_routes(3, 2), None), (drawn_routes(4, 2), np.zeros((4, 16), np.float32))):
+        with pytest.raises(ValueError, match="do not fit 4 rows"):
+            operation(x, routes, sums)
+    with pytest.raises(ValueError, match="do not fit"):
+        ExpertFfn(ThreadPool(1), matrix, matrix, 0, "silu", gated=True)
 
 
 def test_pairs_are_in_order_of_experts_and_tokens() -> None:
@@ -254,7 +304,7 @@ def test_torch_computes_an_expert_as_a_dense_ffn() -> None:
     matrices = (TorchMatrix(DenseWeight(each), bias) for each, bias in zip((first, down), biases, strict=True))
     experts = Experts(*matrices, Activation("silu", 0.0, True), 2 * size, hidden, n_experts)
     x, routes = torch.randn(6, hidden), torch.from_numpy(drawn_routes(6, 2, n_experts=n_experts))
-    found = TorchOps().add_experts(TorchOps().expert_outputs(x, routes, experts), routes, experts, None)
+    found = TorchOps().expert_sums(x, routes, experts, None)
     for token, row in enumerate(routes):
         expected = torch.zeros(hidden)
         for expert, weight in zip(row[:2].int().tolist(), row[2:], strict=True):

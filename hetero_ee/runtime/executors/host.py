@@ -162,8 +162,7 @@ class HostMoeSplit(SplitFfn):
 
     def _sums(self, x: Tensor, experts: Experts, sums: Array | None) -> Array:
         routes = self._ops.view(x[:, experts.n_down_rows :])
-        outputs = self._moe.outputs(self._ops, self._normed(x), routes, experts)
-        return self._ops.add_experts(outputs, routes, experts, sums)
+        return self._ops.expert_sums(self._moe.inputs(self._ops, self._normed(x)), routes, experts, sums)
 
     def _normed(self, x: Tensor) -> Array:
         return self._ops.view(x[:, : self._first.n_down_rows])

@@ -134,7 +134,7 @@ class GpuMoeSplit(GpuSplit):
         self._ops.route(self._ops.add_norm(self._hidden(m), None, self._block.norm), self._moe.router)
 
     def _compute_first(self, m: int) -> None:
-        self._moe.outputs(self._ops, self._normed(m), self._routes(m), self._part)
+        self._ops.expert_outputs(self._moe.inputs(self._ops, self._normed(m)), self._routes(m), self._part)
         self._moe.shared(self._ops, self._normed(m))
 
     def _fold(self, m: int) -> None:
