@@ -2,7 +2,7 @@
 
     sums += weight_e down_e(act(gate_e x) * up_e x), one chosen expert e after the other
 
-Steps are those of expert_pairs.py, grouped_matmul.py and activate.py. Python between them would cost one token 5 % of
+Steps are those of expert_pairs.py, grouped_matmul.py and activate.py. Python between them would cost one token 7 % of
 its time at Qwen3.6-35B-A3B's shape, since the weights that stream through a core's caches push Python's data out.
 """
 
