@@ -18,6 +18,7 @@ from hetero_ee_cpu_ops.jit.thread_pool import ThreadPool, lead
 from hetero_ee_cpu_ops.simd.bytes import word, zeros
 from hetero_ee_cpu_ops.simd.floats import (
     add,
+    element_bytes,
     exponential,
     lane_sum,
     load16,
@@ -36,7 +37,7 @@ from hetero_ee_cpu_ops.simd.floats import (
 )
 from hetero_ee_cpu_ops.simd.tuples import add_products, store_sums
 
-F32 = np.float32(0)  # type of a loaded value
+F32, BF16 = np.float32(0), np.int16(0)  # types of a loaded value
 MINUS_INFINITY, LOWEST = np.float32(-np.inf), np.finfo(np.float32).min  # keys of no expert; of one whose score is NaN
 KINDS = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2}
 MAX_ACTIVE, CHOSEN_BYTES = 64, 512
@@ -55,37 +56,40 @@ divide = operation(2, lambda a, b: a / b, "divide", "a / b.")
 
 
 @inner
-def _logits(arguments: int, tokens: Any, experts: Any, token: int, expert: int) -> None:
-    """Compute len(experts) logits, an equal number for each of len(tokens) tokens."""
-    width = 4 * word(arguments, WIDTH)
-    x, weights = word(arguments, X) + width * token, word(arguments, WEIGHTS) + width * expert
+def _logits(arguments: int, tokens: Any, experts: Any, token: int, expert: int, element: Any) -> None:
+    """Compute len(experts) logits, an equal number for each of len(tokens) tokens. element: type of a weight."""
+    width, size = word(arguments, WIDTH), element_bytes(element)
+    x, weights = word(arguments, X) + 4 * width * token, word(arguments, WEIGHTS) + size * width * expert
     totals = zeros(experts)
-    for i in range(0, width, 64):
-        totals = add_products(totals, tokens, x + i, width, weights + i, width, F32)
+    for i in range(0, width, 16):
+        totals = add_products(totals, tokens, x + 4 * i, 4 * width, weights + size * i, size * width, element)
     n = 4 * word(arguments, N_EXPERTS)
     store_sums(totals, tokens, word(arguments, LOGITS) + n * token + 4 * expert, n)
 
 
-def _logit_chunk(arguments: int, index: int) -> None:
-    """Compute a tile of logits."""
-    n_across = (word(arguments, N_EXPERTS) + TILE - 1) // TILE
-    first_token, expert = index // n_across * TILE, index % n_across * TILE
-    end_token = min(first_token + TILE, word(arguments, N_TOKENS))
-    end = min(expert + TILE, word(arguments, N_EXPERTS))
-    while expert < end:
-        n = 8 if expert + 8 <= end else 1
-        token = first_token
-        while n == 8 and token + 4 <= end_token:
-            _logits(arguments, FOUR, SIXTEEN, token, expert)
-            _logits(arguments, FOUR, SIXTEEN, token, expert + 4)
-            token += 4
-        while token < end_token:
-            if n == 8:
-                _logits(arguments, (0,), EIGHT, token, expert)
-            else:
-                _logits(arguments, (0,), (0,), token, expert)
-            token += 1
-        expert += n
+def _logit_chunk(element: Any) -> Chunk:
+    def chunk(arguments: int, index: int) -> None:
+        """Compute a tile of logits."""
+        n_across = (word(arguments, N_EXPERTS) + TILE - 1) // TILE
+        first_token, expert = index // n_across * TILE, index % n_across * TILE
+        end_token = min(first_token + TILE, word(arguments, N_TOKENS))
+        end = min(expert + TILE, word(arguments, N_EXPERTS))
+        while expert < end:
+            n = 8 if expert + 8 <= end else 1
+            token = first_token
+            while n == 8 and token + 4 <= end_token:
+                _logits(arguments, FOUR, SIXTEEN, token, expert, element)
+                _logits(arguments, FOUR, SIXTEEN, token, expert + 4, element)
+                token += 4
+            while token < end_token:
+                if n == 8:
+                    _logits(arguments, (0,), EIGHT, token, expert, element)
+                else:
+                    _logits(arguments, (0,), (0,), token, expert, element)
+                token += 1
+            expert += n
+
+    return Chunk(chunk)
 
 
 @inner
@@ -221,14 +225,14 @@ def _choice_chunk(arguments: int, index: int) -> None:
         _route(arguments, token, chosen)
 
 
-LOGIT_CHUNK, CHOICE_CHUNK = Chunk(_logit_chunk), Chunk(_choice_chunk)
+LOGIT_CHUNK, BF16_LOGIT_CHUNK, CHOICE_CHUNK = _logit_chunk(F32), _logit_chunk(BF16), Chunk(_choice_chunk)
 
 
 class RouterRule:
     """A router's parameters, with its addresses prepared for the kernels.
 
     Args:
-        weights: fp32 (n_experts, width), width a multiple of 16.
+        weights: contiguous fp32 (n_experts, width), width a multiple of 16.
         vectors: fp32 (n_experts,) added to the logits; added to the scores for the choice only; factors of the weights.
             None for those that the router lacks.
         n_active: experts per token.
@@ -256,6 +260,9 @@ class RouterRule:
         self.n_experts, self.width = weights.shape
         if self.width % 16 or not 0 < n_active <= min(self.n_experts, MAX_ACTIVE) or groups[0] > MAX_GROUPS:
             raise ValueError(f"{n_active} of {weights.shape} experts do not fit.")
+        bits = weights.view(np.uint32)
+        self.is_bf16 = not (bits & 0xFFFF).any()  # as most are published: half the bytes of fp32, with the same values
+        weights = (bits >> 16).astype(np.uint16) if self.is_bf16 else weights
         self.n_active, self._kept = n_active, (weights, vectors)
         self.arguments = np.zeros(N_ARGUMENTS, np.int64)
         addresses = [0 if each is None else each.ctypes.data for each in (weights, *vectors)]
@@ -296,9 +303,9 @@ def route(x: Any, rule: RouterRule, pool: ThreadPool) -> Any:
     if x.shape != (m, rule.width):
         raise ValueError(f"x {x.shape} and a router of {rule.width} features do not fit.")
     logits, out = np.empty((m, rule.n_experts), np.float32), np.empty((m, 2 * rule.n_active), np.float32)
-    shared = pool.enter()
+    logit_chunk, shared = BF16_LOGIT_CHUNK if rule.is_bf16 else LOGIT_CHUNK, pool.enter()
     try:
-        _enter(x, rule.arguments, logits, out, LOGIT_CHUNK.address, CHOICE_CHUNK.address, shared)
+        _enter(x, rule.arguments, logits, out, logit_chunk.address, CHOICE_CHUNK.address, shared)
     finally:
         pool.leave(shared)
     return out

@@ -8,8 +8,9 @@ that only reads gets as many bytes, right after it. Layers take turns, so that n
 Then whole layers with a small attention: passes of m tokens, different or each twice, and of prompts, with logits, by
 both engines and the reading loop in turns, of Qwen3-MoE's architecture whatever the shape. Weights are random: fitted
 codebooks here, Q4_0 in a synthetic GGUF file there, both of 4.5 bits; gpt-oss-20b's experts are MXFP4 in both, in 4.5
-bits here and 4.25 there. Routers and embeddings are the same in both, and embeddings are so large that a token's
-experts depend on it alone: both engines use the same experts, "union" per layer, and others in each pass.
+bits here and 4.25 there. Routers and embeddings are the same in both: routers of bf16 values, as published ones, which
+llama.cpp reads as fp32, and embeddings so large that a token's experts depend on it alone. So both engines use the same
+experts, "union" per layer, and others in each pass.
 Medians, and the best of the repeats for machines that are not quiet; "ratio" is llama.cpp's time over ours, and
 "ratio_limit" over that of reading our bytes, which no engine's ratio exceeds. Both engines' weights are in anonymous
 memory, in huge pages as far as "huge_pages" says. Before an engine's turn the other's threads fall asleep; its first
@@ -134,14 +135,15 @@ def model(n_layers: int, shape: Shape) -> ModelSpec:
 
 
 def adapted(weights: ModelWeights, codebook: tuple[int, ...] | None) -> ModelWeights:
-    """Return the weights with larger embeddings, and with other values of the experts' codes unless None."""
+    """Return the weights with larger embeddings, bf16 routers, and other values of the experts' codes unless None."""
     tokens = weights.matrices["embedding.tokens"]
     assert isinstance(tokens, TileWeight)
     changed: dict[str, Any] = {"embedding.tokens": replace(tokens, exponent=tokens.exponent + EMBEDDING_GROWTH)}
     for name, weight in weights.matrices.items():
         if codebook is not None and ".moe." in name and isinstance(weight, TileWeight):
             changed[name] = replace(weight, codebook=codebook)
-    return replace(weights, matrices=weights.matrices | changed)
+    routers = {name: each.bfloat16().float() for name, each in weights.vectors.items() if name.endswith("router")}
+    return replace(weights, matrices=weights.matrices | changed, vectors=weights.vectors | routers)
 
 
 def experts_alone(
@@ -286,7 +288,7 @@ class Passes(NamedTuple):
 def bytes_of_pass(spec: ModelSpec, weights: ModelWeights) -> tuple[float, float]:
     """Return the bytes of an expert, and of everything else that a pass reads."""
     others = sum(matrix.n_bytes for name, matrix in weights.matrices.items() if ".attention." in name or "head" in name)
-    routers = sum(vector.nbytes for name, vector in weights.vectors.items() if name.endswith("router"))
+    routers = sum(2 * vector.numel() for name, vector in weights.vectors.items() if name.endswith("router"))
     return bytes_of_expert(spec, weights), others + routers
 
 

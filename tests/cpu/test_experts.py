@@ -244,6 +244,19 @@ def test_routes_are_those_of_torch(kind: str, n_experts: int, m: int) -> None:
         assert_close(found, expected, 1e-5)
 
 
+def test_weights_that_are_bf16_are_read_as_such_with_the_bits_of_fp32() -> None:
+    draw = np.random.default_rng(0)
+    bits, x = draw.standard_normal((43, 96), np.float32).view(np.uint32) & 0xFFFF0000, draw.standard_normal((39, 96))
+    short, x = bits.view(np.float32), x.astype(np.float32)
+    longer = short.copy()
+    longer[0] *= np.float32(1 + 2**-12)  # never chosen: its logit is far below the others'
+    vectors = np.where(np.arange(43) == 0, np.float32(-1e6), np.float32(0)).astype(np.float32)
+    rules = [rule_of(weights, 8, SIGMOID, None, vectors) for weights in (short, longer)]
+    assert [rule.is_bf16 for rule in rules] == [True, False]
+    for m in (1, 39):
+        assert_same_bits(*(route(x[:m], rule, ThreadPool(2)) for rule in rules))
+
+
 def test_a_tokens_route_does_not_depend_on_its_batch_or_threads() -> None:
     draw = np.random.default_rng(0)
     weights, x = draw.standard_normal((43, 96), np.float32), draw.standard_normal((39, 96), np.float32)

@@ -21,6 +21,7 @@ from hetero_ee_cpu_ops.simd.bytes import (
     I32X16,
     I64,
     call,
+    constant,
     f32x16,
     half_to_float,
     splat,
@@ -233,10 +234,13 @@ def loader(element: Any, context: Any, builder: Any) -> tuple[Any, Any]:
         return F32X16, lambda value: value
     if element == types.uint16:
         return I16X16, lambda value: half_to_float(context, builder, value)
+    if element == types.int16:  # bf16: the upper half of an fp32 number
+        high = constant(I32X16, 16)
+        return I16X16, lambda value: builder.bitcast(builder.shl(builder.zext(value, I32X16), high), F32X16)
     return I8X16, lambda value: builder.sitofp(builder.sext(value, I32X16), F32X16)
 
 
-ELEMENTS = (types.float32, types.uint16, types.int8)
+ELEMENTS = (types.float32, types.uint16, types.int16, types.int8)
 
 
 @intrinsic
