@@ -206,7 +206,9 @@ def _prefetch(locality: int, name: str, meaning: str) -> Any:
     return intrinsic(function)
 
 
-prefetch = _prefetch(3, "prefetch", "Prefetches the cache line at `address`. Any address is safe.")
+# Non-temporal: weights that stream through leave other data in the caches. SmolLM2 writes 8 % more tokens per second on
+# one thread than with a prefetch into all caches, and as many on two (Zen 4, 2026-11-29); prompts are as fast.
+prefetch = _prefetch(0, "prefetch", "Prefetches the cache line at `address` for one use. Any address is safe.")
 prefetch_far = _prefetch(2, "prefetch_far", "Prefetches into L2, for data that would be evicted from L1 before use.")
 
 
