@@ -205,12 +205,24 @@ def _experts() -> list[Compilation]:
 
 
 def _gated_delta() -> list[Compilation]:
-    """The three launches for Qwen3.6-27B's heads."""
-    shape = DeltaShape(n_key_heads=16, n_value_heads=48, key_dim=128, value_dim=128, n_taps=4)
-    of_conv, of_scan, of_finish = gated_delta._constants(shape, 48, is_tiled=False)
+    """The three launches for the heads of Qwen3.6-27B, and for Mamba-2 with those of Nemotron-3-Nano."""
+    delta = DeltaShape(n_key_heads=16, n_value_heads=48, key_dim=128, value_dim=128, n_taps=4)
+    mamba = DeltaShape(n_key_heads=8, n_value_heads=64, key_dim=128, value_dim=64, n_taps=4)
+    return _recurrence("delta", delta, 48) + _recurrence("mamba", mamba, 23)
+
+
+def _recurrence(name: str, shape: DeltaShape, n_layers: int) -> list[Compilation]:
+    is_mamba = name == "mamba"
+    of_conv, of_scan, of_finish = gated_delta._constants(shape, n_layers, is_tiled=False, is_mamba=is_mamba)
     pointers, rows = ("x_ptr", "mixed_ptr", "factors_ptr"), ("slots_ptr", "positions_ptr")
-    conv = (*pointers, "gates_ptr", "taps_ptr", "rates_ptr", "dt_bias_ptr", "inputs_ptr", "eps", "query_scale")
+    given = ("bias_ptr",) if is_mamba else ("gates_ptr",)
+    of_conv |= {"gates_ptr": None} if is_mamba else {"bias_ptr": None}
+    conv = (*pointers, *given, "taps_ptr", "rates_ptr", "dt_bias_ptr", "inputs_ptr", "eps", "query_scale")
     scan = ("mixed_ptr", "factors_ptr", "states_ptr", "keys_ptr", "deltas_ptr", "decays_ptr", "out_ptr")
+    if is_mamba:
+        scan += ("skips_ptr",)
+    else:
+        of_scan |= {"skips_ptr": None}
     finish = (*pointers, "norm_ptr", "inputs_ptr", "keys_ptr", "decays_ptr", "out_ptr", "eps")
 
     def signature(floats: tuple[str, ...], *integers: str) -> dict[str, str]:
@@ -219,9 +231,9 @@ def _gated_delta() -> list[Compilation]:
 
     n_warps = gated_delta.N_WARPS
     return [
-        Compilation("delta_conv", gated_delta.conv_kernel, signature(conv, "earlier_ptr", "layer"), of_conv, n_warps),
+        Compilation(f"{name}_conv", gated_delta.conv_kernel, signature(conv, "earlier_ptr", "layer"), of_conv, n_warps),
         Compilation(
-            "delta_scan",
+            f"{name}_scan",
             gated_delta.scan_kernel,
             signature(scan, "bases_ptr", "earlier_ptr", "layer", "n_bases", "m"),
             of_scan,
@@ -229,11 +241,11 @@ def _gated_delta() -> list[Compilation]:
             is_memory_bound=True,
         ),
         Compilation(
-            "delta_finish",
+            f"{name}_finish",
             gated_delta.finish_kernel,
             signature(finish, "bases_ptr", "layer", "n_bases"),
             of_finish,
-            n_warps,
+            gated_delta.norm_warps(of_finish["BLOCK"]),
             is_memory_bound=True,
         ),
     ]

@@ -29,7 +29,6 @@ class BlockCost:
     overhead: Overhead = Overhead.NONE
     kv_type: str = KV_TYPE  # of keys and values
     activation_terms: int = 1  # see ModelSpec
-    runs_on_gpu: bool = True
 
     @classmethod
     def of(cls, spec: ModelSpec, block: Block, kv_type: str = KV_TYPE) -> "BlockCost":
@@ -52,7 +51,6 @@ class BlockCost:
             overhead=Overhead.HALF_LAYER if block.layer is not None else overhead,
             kv_type=kv_type,
             activation_terms=spec.activation_terms,
-            runs_on_gpu=block.runs_on_gpu,
         )
 
     @property

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from hetero_ee.layers.delta import GatedDeltaSpec
-from hetero_ee.layers.ops import ATTENDED, DELTA, QKV, Array, Mixer, Norm, Ops, Parameters, Rows
+from hetero_ee.layers.ops import ATTENDED, DELTA, MIXED, QKV, Array, Mixer, Norm, Ops, Parameters, Rows
 from hetero_ee.layers.tensors import Tensors
 
 
@@ -28,16 +28,13 @@ class MambaSpec(GatedDeltaSpec):
     has_conv_bias: bool
 
     @property
-    def runs_on_gpu(self) -> bool:
-        return False
-
-    @property
     def input_size(self) -> int:
         return self.n_channels + self.value_size + self.n_value_heads
 
     @property
     def buffers(self) -> dict[str, int]:
-        return {QKV: self.input_size, ATTENDED: self.value_size}
+        mixed = self.n_channels + 2 * self.n_value_heads
+        return {QKV: self.input_size, ATTENDED: self.value_size, MIXED: mixed}
 
     def picked_rows(self, short: str) -> Sequence[tuple[int, Sequence[int]]]:
         """See MixerSpec. Checkpoints have gates, x, B, C and time steps in this order."""

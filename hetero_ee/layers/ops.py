@@ -142,11 +142,6 @@ class MixerSpec(ABC):
         return None
 
     @property
-    def runs_on_gpu(self) -> bool:
-        """Whether GPUs have kernels for the mixer."""
-        return True
-
-    @property
     def buffers(self) -> dict[str, int]:
         """Features per token of each buffer that the mixer needs in addition to NORMED and DELTA."""
         return {}

@@ -42,11 +42,6 @@ class Block:
         return None if self.mixer is None else self.mixer.state
 
     @property
-    def runs_on_gpu(self) -> bool:
-        """Whether GPUs have kernels for the block."""
-        return self.mixer is None or self.mixer.runs_on_gpu
-
-    @property
     def n_elements(self) -> int:
         return sum(tensor.n_elements for tensor in self.tensors.values())
 

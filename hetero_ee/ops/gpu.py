@@ -13,6 +13,7 @@ from hetero_ee.kv.gpu import GpuKvCache
 from hetero_ee.kv.gpu_recurrent import GpuRecurrentCache
 from hetero_ee.layers.attention import AttentionSpec
 from hetero_ee.layers.delta import GatedDeltaSpec
+from hetero_ee.layers.mamba import MambaSpec
 from hetero_ee.layers.ops import (
     ACTIVE,
     ATTENDED,
@@ -79,7 +80,7 @@ class GpuHeads:
 
 @dataclass(frozen=True, slots=True)
 class GpuRecurrence:
-    """One layer's gated delta rule or short convolution, and the location of its state in the cache."""
+    """One layer's gated delta rule, Mamba-2 or short convolution, and the location of its state in the cache."""
 
     cache: GpuRecurrentCache
     place: int
@@ -276,17 +277,27 @@ class GpuOps(Ops):
         return GpuRecurrence(cache, cache.index(layer), weights)
 
     def gated_delta(self, inputs: Tensor, gates: Tensor, rule: GpuRecurrence, rows: GpuRows) -> Tensor:
-        m, state = len(inputs), rule.cache.pool
-        out = self.arena.rows(ATTENDED, m, state.shape.n_outputs)
-        workspace = self.arena.rows(MIXED, m, state.shape.workspace_size).flatten()
-        self.kernels.gated_delta(inputs, gates, rule.weights, state, rows.in_slots, rule.place, out, workspace)
+        out, workspace = self._recurrence_buffers(len(inputs), rule)
+        place = rule.cache.pool, rows.in_slots, rule.place
+        self.kernels.gated_delta(inputs, gates, rule.weights, *place, out, workspace)
         return out
 
-    def mamba_rule(self, spec: Any, layer: int, cache: Any, vectors: tuple[Tensor, ...], norm: Norm) -> Any:
-        raise NotImplementedError("MambaSpec.runs_on_gpu is false")
+    def mamba_rule(
+        self, spec: MambaSpec, layer: int, cache: GpuRecurrentCache, vectors: tuple[Any, ...], norm: Norm
+    ) -> GpuRecurrence:
+        conv, a_log, dt_bias, skips, bias = vectors
+        weights = DeltaWeights(conv, -a_log.exp(), dt_bias, norm.scale, norm.eps, False, skips, bias)
+        return GpuRecurrence(cache, cache.index(layer), weights)
 
-    def mamba(self, inputs: Tensor, rule: Any, rows: GpuRows) -> Tensor:
-        raise NotImplementedError("MambaSpec.runs_on_gpu is false")
+    def mamba(self, inputs: Tensor, rule: GpuRecurrence, rows: GpuRows) -> Tensor:
+        out, workspace = self._recurrence_buffers(len(inputs), rule)
+        self.kernels.mamba2(inputs, rule.weights, rule.cache.pool, rows.in_slots, rule.place, out, workspace)
+        return out
+
+    def _recurrence_buffers(self, m: int, rule: GpuRecurrence) -> tuple[Tensor, Tensor]:
+        """Return the buffers of m tokens for outputs and for what the kernels keep between their launches."""
+        shape = rule.cache.pool.shape
+        return self.arena.rows(ATTENDED, m, shape.n_outputs), self.arena.rows(MIXED, m, shape.workspace_size).flatten()
 
     def conv(self, layer: int, cache: GpuRecurrentCache, weights: Tensor) -> GpuRecurrence:
         return GpuRecurrence(cache, cache.index(layer), weights)

@@ -22,6 +22,7 @@ class GpuOperations:
     kv_write: Callable[..., Any]
     attention: Callable[..., Any]
     gated_delta: Callable[..., Any]
+    mamba2: Callable[..., Any]
     short_conv: Callable[..., Any]
     sliced_head: Callable[..., Any]
     masked_linear: Callable[..., Any]

@@ -135,6 +135,7 @@ IMPLEMENTATIONS = (
     *_pair("kv_write", "kv_write:kv_write"),
     *_pair("attention", "attention:attention"),
     *_pair("gated_delta", "gated_delta:gated_delta", "delta_reference"),
+    *_pair("mamba2", "gated_delta:mamba2", "delta_reference"),
     *_pair("short_conv", "short_conv:short_conv", "delta_reference"),
     *_pair("route", "route:route", "experts_reference"),
     *_pair("fp32_product", "route:fp32_product", "experts_reference"),

@@ -211,8 +211,7 @@ def cpu_alone_s(problem: Problem, context_tokens: int) -> float | None:
 
 def bytes_for_all(problem: Problem) -> int:
     """Return the VRAM that the whole model on the GPU needs, apart from its embedding."""
-    able = [part for part in problem.layers if part.runs_on_gpu]
-    layers = sum(part_gpu_bytes(part, Placement.GPU, problem.kv_bytes(part)) for part in able)
+    layers = sum(part_gpu_bytes(part, Placement.GPU, problem.kv_bytes(part)) for part in problem.layers)
     reserve = reserve_terms(problem, Placement.GPU, min(*PREFILL_CHUNKS, problem.context_tokens))
     return layers + sum(term.n_bytes for term in reserve)
 

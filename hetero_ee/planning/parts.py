@@ -42,10 +42,6 @@ class Part:
         return self.layer if state is None or state.source is None else state.source
 
     @property
-    def runs_on_gpu(self) -> bool:
-        return self.cost.runs_on_gpu
-
-    @property
     def has_experts(self) -> bool:
         return isinstance(self.cost.units, ExpertRows)
 

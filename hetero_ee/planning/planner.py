@@ -103,8 +103,6 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
             names = f"{parts[indices[0]].name} and {parts[indices[-1]].name}"
             raise UsageError(f"the plan divides {names} between devices, which read the same keys and values.")
     for placed, part in zip(made.parts, parts, strict=True):
-        if (placed.decode_placement.on_gpu or placed.prefill_placement.on_gpu) and not part.runs_on_gpu:
-            raise UsageError(f"the plan has {part.name} on the GPU, and only the CPU computes it; make a new one.")
         sizes = part.weight_bytes, part.kv_bytes(made.context_tokens, made.n_sequences)
         if (placed.weight_bytes, placed.kv_bytes) != sizes:
             raise UsageError(

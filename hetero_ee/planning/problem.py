@@ -100,14 +100,15 @@ class Problem:
             n_bytes = part_gpu_bytes(part, placement, self.kv_bytes(part))
             found[placement] = Option(seconds, n_bytes, on_gpu=placement.on_gpu)
         if not found:
-            why = "this machine or budget has no GPU" if part.runs_on_gpu else "only the CPU computes such layers"
-            raise UsageError(f"{part.name} is pinned to {pinned}, and {why}; drop that pin.")
+            raise UsageError(
+                f"{part.name} is pinned to {pinned}, and this machine or budget has no GPU; drop that pin."
+            )
         return found
 
     def _allowed(self, part: Part, pinned: Placement | None) -> list[Placement]:
         """Return the part's possible placements. Splits of neurons need a pin or statistics of their use."""
         found = [Placement.CPU]
-        if self.has_gpu and part.runs_on_gpu:
+        if self.has_gpu:
             found = [Placement.GPU, Placement.STREAM, Placement.CPU]
             if part.has_experts or self.spec.hot_curve or (pinned is not None and pinned.is_split):
                 found += part.splits(every=pinned is not None)
@@ -124,7 +125,7 @@ class Problem:
             assert part.state_layer is not None, "a part of a layer"
             is_first = part.state_layer < self.limits.gpu_layers
             on_gpu = NO_EXPERTS if part.name in self.overrides.cpu_experts else Placement.GPU
-            return on_gpu if is_first and part.runs_on_gpu else Placement.CPU
+            return on_gpu if is_first else Placement.CPU
         return None
 
 

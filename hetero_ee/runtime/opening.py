@@ -7,13 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hetero_ee.config import COMPILING, Progress, cache_folder
-from hetero_ee.costs.kv_types import KV_TYPE
 from hetero_ee.errors import UsageError
 from hetero_ee.kv.cache import KvCache
 from hetero_ee.kv.devices import host_cache
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.options.engine import MODEL_OPTIONS, PLAN_OPTIONS
-from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.planner import plan as make_plan
@@ -114,8 +112,6 @@ def open_planned(
         assert profile is not None, "either a plan or a profile"
         if profile.gpu is None and limits.gpu_layers:
             warn("There is no GPU, so all layers run on the CPU")
-        elif limits.gpu_layers and (fixed := [p.name for p in model_parts(spec, KV_TYPE) if not p.runs_on_gpu]):
-            warn(f"{len(fixed)} parts of layers, such as {fixed[0]}, stay on the CPU: no GPU kernel computes them")
         plan = make_plan(spec, profile, limits, request.statistics)
     check_fits(plan, spec)
     if on_disk_bytes := plan.disk_weight_bytes:

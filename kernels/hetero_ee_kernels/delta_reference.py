@@ -1,4 +1,4 @@
-"""Gated DeltaNet and short convolutions in plain torch on the kernels' tensors: reference and fallback."""
+"""Gated DeltaNet, Mamba-2 and short convolutions in plain torch on the kernels' tensors: reference and fallback."""
 
 from typing import Any
 
@@ -19,25 +19,39 @@ def gated_delta(
     workspace: Any = None,
 ) -> Any:
     """See hetero_ee_kernels.gated_delta. Nothing is checked, and neither `rows.earlier` nor `workspace` is needed."""
-    inputs, z = x.split([state.shape.n_channels, state.shape.n_outputs], 1)
+    shape = state.shape
+    inputs, z, steps = x.split([shape.n_channels, shape.n_outputs, x.shape[1] - shape.n_channels - shape.n_outputs], 1)
     running: dict[int, tuple[Any, Any]] = {}
     for row, (slot, position) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
         matrix, recent = running.get(slot) or _replayed(state, weights, slot, layer, position)
         recent = torch.cat([recent[1:], inputs[row : row + 1]])
         query, short_key, value = _convolved(recent, weights, state)
         query, key = (_per_value_head(heads, weights, state) for heads in (query, short_key))
-        b, a = gates[row].chunk(2)
-        decay = (weights.rates * F.softplus(a + weights.dt_bias)).exp()
+        b, a = (None, steps[row]) if weights.is_mamba else gates[row].chunk(2)
+        step = F.softplus(a + weights.dt_bias)
+        decay = (weights.rates * step).exp()
         _store(state, slot, layer, position, matrix)
         matrix = matrix * decay[:, None, None]
-        delta = (value - (matrix * key[..., None]).sum(1)) * b.sigmoid()[:, None]
+        replaced, beta = (0.0, step) if b is None else ((matrix * key[..., None]).sum(1), b.sigmoid())
+        delta = (value - replaced) * beta[:, None]
         matrix = matrix + key[..., None] * delta[:, None]
         running[slot] = matrix, recent
         _log(state, slot, layer, position, (inputs[row], short_key, delta, decay))
         y = (matrix * query[..., None]).sum(1)
-        y = y * (y.pow(2).mean(-1, keepdim=True) + weights.eps).rsqrt()
-        out[row] = (y * weights.norm).flatten() * F.silu(z[row].clone())
+        gate = F.silu(z[row].clone())
+        if weights.is_mamba:
+            y = (y + weights.skips[:, None] * value).flatten() * gate
+            out[row] = _normed(y.view(shape.n_key_heads, -1), weights.eps).flatten() * weights.norm
+        else:
+            out[row] = (_normed(y, weights.eps) * weights.norm).flatten() * gate
     return out
+
+
+def mamba2(
+    x: Any, weights: DeltaWeights, state: DeltaState, rows: DeltaRows, layer: int, out: Any, workspace: Any = None
+) -> Any:
+    """See hetero_ee_kernels.gated_delta. Nothing is checked, as by gated_delta()."""
+    return gated_delta(x, None, weights, state, rows, layer, out)
 
 
 def short_conv(x: Any, taps: Any, state: DeltaState, rows: DeltaRows, layer: int, out: Any) -> Any:
@@ -77,15 +91,20 @@ def _recent(state: DeltaState, slot: int, layer: int, length: int) -> Any:
 
 
 def _convolved(recent: Any, weights: DeltaWeights, state: DeltaState) -> tuple[Any, Any, Any]:
-    """Return normed query and key (key heads, key_dim) and value (value heads, value_dim) of the last input."""
+    """Return query and key (key heads, key_dim), which DeltaNet norms, and value (value heads, value_dim)."""
     shape = state.shape
-    mixed = F.silu((recent * weights.taps.T).sum(0))
+    mixed = (recent * weights.taps.T).sum(0)
+    mixed = F.silu(mixed if weights.conv_bias is None else mixed + weights.conv_bias)
     n_keys = shape.n_key_heads * shape.key_dim
-    query, key = (
-        heads * (heads.pow(2).sum(-1, keepdim=True) + L2_EPS).rsqrt()
-        for heads in mixed[: 2 * n_keys].view(2, shape.n_key_heads, shape.key_dim)
-    )
-    return query * shape.key_dim**-0.5, key, mixed[2 * n_keys :].view(shape.n_value_heads, shape.value_dim)
+    query, key = mixed[: 2 * n_keys].view(2, shape.n_key_heads, shape.key_dim)
+    if not weights.is_mamba:
+        query, key = (heads * (heads.pow(2).sum(-1, keepdim=True) + L2_EPS).rsqrt() for heads in (query, key))
+        query = query * shape.key_dim**-0.5
+    return query, key, mixed[2 * n_keys :].view(shape.n_value_heads, shape.value_dim)
+
+
+def _normed(y: Any, eps: float) -> Any:
+    return y * (y.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def _per_value_head(heads: Any, weights: DeltaWeights, state: DeltaState) -> Any:

@@ -1,4 +1,4 @@
-"""The state that gated DeltaNet layers and short convolutions keep of each sequence, and DeltaNet's small weights.
+"""The state that gated DeltaNet, Mamba-2 and short convolutions keep of each sequence, and small weights.
 
 A layer's state of a sequence is a matrix per value head, S (key_dim, value_dim), at the sequence's position `base`,
 and a log of the rows since then. A row's log entry is its rank-1 update of S (key, delta, decay) and its input of the
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hetero_ee_kernels.checks import check
+from hetero_ee_kernels.checks import check, check_given
 
 L2_EPS = 1e-6  # of the norms of queries and keys
 
 
 class DeltaShape(NamedTuple):
-    """Numbers of heads and features of a gated DeltaNet layer, or of a short convolution, which has no heads."""
+    """Numbers of heads and features of gated DeltaNet, Mamba-2, or a short convolution, which has no heads."""
 
     n_key_heads: int
     n_value_heads: int
@@ -52,6 +52,10 @@ class DeltaShape(NamedTuple):
         """Features per row that the kernels need between their launches."""
         return self.n_channels + 2 * self.n_value_heads + 3  # the latter are aligned
 
+    def n_features(self, *, is_mamba: bool) -> int:
+        """Return the features of a row: channels, gates of the output, and Mamba-2's inputs of time steps."""
+        return self.n_channels + self.n_outputs + (self.n_value_heads if is_mamba else 0)
+
     def base_after(self, base: int, end: int) -> int:
         """Return the position at which a pass stores the state, so that the log holds the rows from there to `end`."""
         return base if end - base <= self.n_logged else max(base, end - self.n_kept)
@@ -64,7 +68,7 @@ class DeltaState:
     shape: DeltaShape
     states: Any  # fp32 (n_slots, n_layers, n_value_heads, key_dim, value_dim)
     inputs: Any  # fp32 (n_slots, n_layers, n_inputs, n_channels)
-    keys: Any  # fp32 (n_slots, n_layers, n_logged, n_key_heads, key_dim), normed
+    keys: Any  # fp32 (n_slots, n_layers, n_logged, n_key_heads, key_dim), normed by DeltaNet
     deltas: Any  # fp32 (n_slots, n_layers, n_logged, n_value_heads, value_dim)
     decays: Any  # fp32 (n_slots, n_layers, n_logged, n_value_heads)
     bases: Any  # int32 (2, n_slots, n_layers)
@@ -91,16 +95,24 @@ class DeltaWeights:
     taps: Any  # fp32 (n_channels, n_taps), the oldest position first
     rates: Any  # fp32 (n_value_heads,): -exp(A_log)
     dt_bias: Any  # fp32 (n_value_heads,)
-    norm: Any  # fp32 (value_dim,)
+    norm: Any  # fp32 (value_dim,), or (n_outputs,) for Mamba-2
     eps: float
     is_tiled: bool = False  # value head v reads key head v mod n_key_heads; otherwise adjacent ones share a key head
+    skips: Any = None  # fp32 (n_value_heads,), only for Mamba-2
+    conv_bias: Any = None  # fp32 (n_channels,) or None
+
+    @property
+    def is_mamba(self) -> bool:
+        return self.skips is not None
 
     def check(self, shape: DeltaShape) -> None:
         """Raises: ValueError: if a shape or dtype does not fit."""
         check("taps", self.taps, (shape.n_channels, shape.n_taps))
         check("rates", self.rates, (shape.n_value_heads,))
         check("dt_bias", self.dt_bias, (shape.n_value_heads,))
-        check("norm", self.norm, (shape.value_dim,))
+        check("norm", self.norm, (shape.n_outputs if self.is_mamba else shape.value_dim,))
+        check_given("skips", self.skips, (shape.n_value_heads,))
+        check_given("conv_bias", self.conv_bias, (shape.n_channels,))
 
 
 class DeltaRows(NamedTuple):
@@ -127,10 +139,10 @@ def check_delta_rows(
     layer: int,
     out: Any,
 ) -> None:
-    """Check the operands of gated_delta(). Raises: ValueError: names the first one that does not fit."""
+    """Check the operands; mamba2() has no gates. Raises: ValueError: names the first one that does not fit."""
     shape, m = state.shape, x.shape[0]
-    check("x", x, (m, shape.n_channels + shape.n_outputs))
-    check("gates", gates, (m, 2 * shape.n_value_heads))
+    check("x", x, (m, shape.n_features(is_mamba=weights.is_mamba)))
+    check_given("gates", gates, (m, 2 * shape.n_value_heads))
     check("out", out, (m, shape.n_outputs))
     weights.check(shape)
     rows.check(m, layer, state)

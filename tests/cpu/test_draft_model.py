@@ -262,11 +262,6 @@ def test_a_table_of_per_layer_embeddings_takes_no_memory_of_the_gpu(tmp_path: Pa
     assert "head" in found and table.name not in found
 
 
-def test_models_without_kernels_draft_on_the_cpu(tmp_path: Path) -> None:
-    drafts = DraftModel("mamba", *model_of("nemotron-h", "int4", tmp_path), NO_TOKENIZER)
-    assert drafts.rates(reference_profile(LAPTOP), 1, (0.5,)).by_gpu is None
-
-
 class Pieces:
     def __init__(self, *pieces: str | None) -> None:
         self._pieces = pieces

@@ -1,6 +1,5 @@
 """A plan's tokens are those of the CPU alone, wherever its parts lie: real numbers on an emulated machine."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from hetero_ee.kv.devices import host_cache
 from hetero_ee.layers.state import KV_BYTES
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
@@ -103,8 +101,6 @@ def assert_family(model: Model, kv_type: str, n_tokens: int, chosen: slice = sli
     expected = texts(reference, n_tokens)
     reference.close()
     every = [*PLACEMENTS.values(), *(split_at(layer) for layer in range(2, spec.n_layers)), split_at(1), ALL_CPU]
-    only_cpu = tuple((re.escape(part.name), "cpu") for part in model_parts(spec, kv_type) if not part.runs_on_gpu)
-    every = [(*only_cpu, *pins) for pins in every]
     plans = [planned(spec, overrides=pins, context_tokens=CONTEXT_TOKENS, kv_type=kv_type) for pins in every]
     for plan in [*plans[:-2], *map(on_disk, plans[-2:])][chosen]:
         executor = emulated(*model, plan)

@@ -36,6 +36,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return model_of("qwen3.5", "int4", tmp_path_factory.mktemp("qwen3.5"))
 
 
+@pytest.fixture(scope="module", params=["qwen3.5", "nemotron-h", "granite-hybrid"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return model_of(request.param, "int4", tmp_path_factory.mktemp(request.param))
+
+
 def opened(model: Model, placement: str) -> PlannedExecutor:
     return on_stand_in(*model, planned(model[0], overrides=PLACEMENTS[placement], context_tokens=CONTEXT_TOKENS))
 
@@ -48,9 +53,9 @@ def states(executor: Executor, tokens: list[int], sequence: int | None = None) -
 
 @pytest.mark.parametrize("placement", sorted(PLACEMENTS))
 @pytest.mark.sample(1)
-def test_any_placement(model: Model, placement: str) -> None:
-    expected = states(ReferenceExecutor(*model, CONTEXT_TOKENS, BatchedTorchOps()), PROMPT)
-    executor = opened(model, placement)
+def test_any_placement(hybrid: Model, placement: str) -> None:
+    expected = states(ReferenceExecutor(*hybrid, CONTEXT_TOKENS, BatchedTorchOps()), PROMPT)
+    executor = opened(hybrid, placement)
     found = states(executor, PROMPT)
     assert (found - expected).square().sum() <= INT8_ACTIVATIONS * expected.square().sum()
     assert_rows_keep_their_bits(executor, (0, 3))
@@ -59,9 +64,9 @@ def test_any_placement(model: Model, placement: str) -> None:
 
 
 @pytest.mark.sample(0)
-def test_neighbours_drafts_and_snapshots_change_nothing(model: Model) -> None:
+def test_neighbours_drafts_and_snapshots_change_nothing(hybrid: Model) -> None:
     """On two devices, with more sequences than the state had memory for at first."""
-    executor, text = opened(model, "every other layer"), [(7 * i * i + 3) % 131 for i in range(110)]
+    executor, text = opened(hybrid, "every other layer"), [(7 * i * i + 3) % 131 for i in range(110)]
     cache, alone = executor.cache, list[torch.Tensor]()
     for number in range(2):
         sequence = cache.open_new()

@@ -71,11 +71,9 @@ def _split_reason(best: Candidate) -> str:
         why = "this machine has none" if problem.costs.profile.gpu is None else why
         return f"Nothing is on the GPU: {why}."
     left_bytes = problem.vram_budget_bytes - sum(term.n_bytes for term in best.memory if term.device == "gpu")
-    able = [(part, placement) for part, placement in pairs if part.layer is not None and part.runs_on_gpu]
-    elsewhere = [part for part, placement in able if placement != "gpu"]
+    elsewhere = [part for part, placement in pairs if part.layer is not None and placement != "gpu"]
     if not elsewhere:
-        which = "All layers" if len(able) == len(problem.layers) else "All parts of layers that a GPU can compute"
-        return f"{which} are on the GPU, and {sized(left_bytes)} of its budget are left."
+        return f"All layers are on the GPU, and {sized(left_bytes)} of its budget are left."
     kept = problem.overrides.cpu_experts
     free = [part for part in elsewhere if problem.pinned(part) is None and part.name not in kept]
     if not free:

@@ -56,9 +56,7 @@ class DraftModel:
 
     def rates(self, profile: HardwareProfile, threads: int, acceptance: tuple[float, ...]) -> DraftRates:
         """Return the planner's rates for the draft model on the CPU, and on the GPU if there is one."""
-        runs_on_gpu = all(block.runs_on_gpu for block in decoder_blocks(self.spec))
-        has_gpu = profile.gpu is not None and runs_on_gpu
-        by_gpu = self._rates(profile, threads, acceptance, on_gpu=True) if has_gpu else None
+        by_gpu = None if profile.gpu is None else self._rates(profile, threads, acceptance, on_gpu=True)
         return self._rates(profile, threads, acceptance, on_gpu=False, by_gpu=by_gpu)
 
     def _rates(

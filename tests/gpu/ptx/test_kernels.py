@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from hetero_ee_kernels.delta_state import DeltaShape
-from hetero_ee_kernels.gated_delta import gated_delta
+from hetero_ee_kernels.gated_delta import gated_delta, mamba2
 from hetero_ee_kernels.masked_linear import masked_linear
 from hetero_ee_kernels.short_conv import short_conv
 from hetero_ee_kernels.sparse_ffn import sparse_ffn
@@ -23,6 +23,7 @@ from tests.gpu.ptx.launcher import ONLY_HERE, Launcher
 pytestmark = ONLY_HERE
 ARCHITECTURES = (86, 120)
 DELTA = DeltaShape(n_key_heads=1, n_value_heads=2, key_dim=6, value_dim=8, n_taps=3, n_logged=7, n_kept=4)
+REPLAYS = "a_rollback_replays_what_is_left"
 CONV = DeltaShape(0, 0, 0, 0, n_taps=4, n_logged=7, n_kept=4, n_headless=300)
 QUICK: list[tuple[Any, ...]] = [  # (file, test, arguments): one case per kernel
     ("quantize", "codes_and_scales", (2, 1056), torch.float32),
@@ -37,6 +38,7 @@ QUICK: list[tuple[Any, ...]] = [  # (file, test, arguments): one case per kernel
     ("rope", "turns_and_touches_nothing_else", 64, 32),
     ("attention", "accurate_for_every_shape", (1, 8, 64), None),
     ("gated_delta", "outputs_are_the_formulas", DELTA, False, gated_delta),
+    ("gated_delta", "outputs_are_the_formulas", DELTA, False, mamba2),
     ("short_conv", "outputs_are_the_formula", CONV, short_conv),
     ("draft", "a_draft_vocabulary_has_its_tokens_noise"),
     ("sparse_ffn", "bits_of_any_shape_are_the_definitions", (70, 200), 2, True),
@@ -66,6 +68,7 @@ MORE: list[tuple[Any, ...]] = [
     ("gated_delta", "a_wide_head"),
     ("gated_delta", "bits_depend_neither_on_cuts_nor_on_other_slots", gated_delta),
     ("gated_delta", "a_rollback_replays_what_is_left", gated_delta),
+    *(("gated_delta", name, mamba2) for name in ("bits_depend_neither_on_cuts_nor_on_other_slots", REPLAYS)),
     ("short_conv", "bits_depend_neither_on_cuts_nor_on_other_slots", short_conv),
     ("short_conv", "a_rollback_forgets_drafts", short_conv),
     ("draft", "the_token_that_sampling_draws", 1.0),
