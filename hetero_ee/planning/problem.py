@@ -145,7 +145,7 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
             RUN_OPTIONS["draft_head"],
             " or ",
             RUN_OPTIONS["draft_model"],
-            ", drop mode exact, or for a plan on paper try hetero-ee plan --published-exits.",
+            ", or drop mode exact.",
         )
     context = limits.context_tokens or spec.max_context_tokens
     check_context(spec, context)

@@ -48,9 +48,10 @@ from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.options.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.planning.statistics import DepthStatistics, Statistics, published_depths
+from hetero_ee.planning.statistics import DepthStatistics, Statistics
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts, draft_head_facts
 from hetero_ee_profiles.reference import reference_profile
+from tests.published_exits import published_depths
 from tests.real_model import smollm2_head
 
 BIG_SHAPE, N_ROUNDS = "llama-2-7b", 3

@@ -13,13 +13,14 @@ import pytest
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import DraftRates, PromptReading, Statistics, published_statistics
+from hetero_ee.planning.statistics import DraftRates, PromptReading, Statistics
 from hetero_ee.speculation.sources.draft_head_file import draft_head_facts, read_draft_head
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.sources.source import Choose, Draft
 from hetero_ee_profiles.reference import reference_profile
 from tests.bench.synthetic_drafts import SyntheticSource, write_synthetic_head
 from tests.command_line import Cli
+from tests.published_exits import published_statistics
 
 SMALL_MODEL: dict[str, Any] = {
     "model_type": "llama",

@@ -110,7 +110,7 @@ def test_the_model_s_own_drafts_are_planned_with(cli: Cli, data: Path) -> None:
 def test_json_is_a_plan_that_can_be_used_again(cli: Cli, data: Path, tmp_path: Path) -> None:
     from hetero_ee.planning.plan import Plan
 
-    text = cli("plan", *PAPER, "--json", "--published-exits", "--vram-budget", 3).out
+    text = cli("plan", *PAPER, "--json", "--vram-budget", 3).out
     made = from_json(Plan, text)
     assert to_json(made) == text and made.parts[0].name == "embedding"
     file = tmp_path / "plan.json"
@@ -272,7 +272,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "override pattern": (["plan", *PAPER, "-ot", "(=gpu"], "not a regular expression"),
     "kv type": (["plan", *PAPER, "--kv-type", "int3"], "expected one of fp32"),
     "mode": (["plan", *PAPER, "--mode", "magic"], "expected one of full, exact"),
-    "exact without statistics": (["plan", *PAPER, "--mode", "exact"], "try hetero-ee plan --published-exits"),
+    "exact without statistics": (["plan", *PAPER, "--mode", "exact"], "or drop mode exact"),
     "a pin of nothing": (["plan", *PAPER, "-ot", "layer.3=gpu"], "matches no part"),
     "a streamed head": (["plan", *PAPER, "-ot", "head=stream"], "can't be streamed"),
     "a streamed embedding": (["plan", *PAPER, "-ot", "embedding=stream"], "can't be streamed"),

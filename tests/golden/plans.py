@@ -22,12 +22,11 @@ from hetero_ee.planning.statistics import (
     DraftRates,
     PromptReading,
     Statistics,
-    published_depths,
-    published_statistics,
 )
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, RowsTime
 from hetero_ee_profiles.measurement import derived
 from hetero_ee_profiles.reference import reference_profile
+from tests.published_exits import published_depths, published_statistics
 from tests.shipped import MACHINES, SHAPES
 
 RATES = (

@@ -13,8 +13,9 @@ from hetero_ee.planning.context import USUAL_TOKENS, grown
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import DraftRates, PromptReading, Statistics, published_statistics
+from hetero_ee.planning.statistics import DraftRates, PromptReading, Statistics
 from hetero_ee_profiles.reference import reference_profile
+from tests.published_exits import published_statistics
 from tests.shipped import MACHINES
 
 LAPTOP = "rtx-4060-laptop-8gb"

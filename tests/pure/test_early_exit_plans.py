@@ -20,7 +20,7 @@ from hetero_ee.planning.planner import plan
 from hetero_ee.planning.reports.explanation import explained
 from hetero_ee.planning.reports.what_if import Request, what_if
 from hetero_ee.planning.request import PlanRequest
-from hetero_ee.planning.statistics import DepthStatistics, ExitRates, Statistics, published_depths, published_statistics
+from hetero_ee.planning.statistics import DepthStatistics, ExitRates, Statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.early_exits import Passes, early_step
 from hetero_ee.planning.times.lanes import pass_time
@@ -34,6 +34,7 @@ from hetero_ee_profiles.hardware import MEASURED
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
 from tests.emulation import LAPTOP, dummy
+from tests.published_exits import published_depths, published_statistics
 
 SPEC, PROFILE, CONTEXT = known_spec("llama-2-7b"), reference_profile(LAPTOP), 512
 N_TOKENS = 200_000

@@ -11,11 +11,12 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.reports.pins import pins, placement_pins
-from hetero_ee.planning.statistics import DraftRates, Statistics, published_statistics
+from hetero_ee.planning.statistics import DraftRates, Statistics
 from hetero_ee_cli.options.engine import ModelOptions
 from hetero_ee_cli.options.placement import LimitOptions
 from hetero_ee_profiles.reference import reference_profile
 from hetero_ee_profiles.units import GIB
+from tests.published_exits import published_statistics
 from tests.shipped import MACHINES, SHAPES
 
 DRAFTS = DraftRates("a source", (0.8, 0.7, 0.6), 1e-4)

@@ -18,7 +18,7 @@ from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.schedule import WORTH_IT
-from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics, published_statistics
+from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.memory import rounded
 from hetero_ee_profiles.data_sheets import DataSheet
@@ -26,6 +26,7 @@ from hetero_ee_profiles.hardware import HardwareProfile, LinkTimes
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import derived_profile
 from hetero_ee_profiles.units import GIB
+from tests.published_exits import published_statistics
 from tests.shipped import DATA_SHEETS
 
 ROUNDING = 1 + 2e-2  # the places are within a hundredth of the best, so two of them are within two
@@ -352,11 +353,6 @@ def test_eighty_layers_are_planned_in_less_than_a_tenth_of_a_second(is_known: bo
         plan(spec, profile, statistics=statistics)
         times.append(time.process_time() - start)
     assert min(times) < 0.1
-
-
-def test_a_model_too_shallow_for_exits() -> None:
-    with pytest.raises(UsageError, match="none to exit from"):
-        published_statistics(1)
 
 
 @pytest.mark.parametrize(("gpu_layers", "is_shared"), [(32, False), (16, True)])

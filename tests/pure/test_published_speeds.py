@@ -13,7 +13,7 @@ from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.placement import Placement
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import DraftRates, Statistics, published_statistics
+from hetero_ee.planning.statistics import DraftRates, Statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee_profiles.data_sheets import data_sheets
 from hetero_ee_profiles.reference import (
@@ -34,6 +34,7 @@ from scripts.compare_published import (
 )
 from scripts.published_experts import EXPERTS, PC_3090, RATIO_GOAL, Settings, misses, predicted_settings
 from scripts.published_splits import OLD_PC, SPLITS, split_speed
+from tests.published_exits import published_statistics
 from tests.shipped import MACHINES, SHAPES
 
 COUNTED = Path(__file__).parents[2] / "docs" / "gpu_kernels.md"

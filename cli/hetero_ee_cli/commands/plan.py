@@ -12,7 +12,7 @@ from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import HeteroError, ModelError, UsageError
 from hetero_ee.hub.model_id import local_folder
 from hetero_ee.models.known_shapes import known_shapes, similar_names
-from hetero_ee.options.engine import CERTIFIED, RISK, UNQUANTIZED
+from hetero_ee.options.engine import CERTIFIED, UNQUANTIZED
 from hetero_ee.serving.settings import N_EXPRESS, SERVER_OPTIONS
 from hetero_ee_cli.options.engine import ModelArgument, ModelOptions, RandomWeights
 from hetero_ee_cli.options.flags import Json, typer_option, with_options
@@ -43,9 +43,6 @@ class PlanCommandOptions:
     random_weights: RandomWeights = None
     hardware: Hardware = None
     n_slots: Annotated[int | None, typer_option(N_SLOTS)] = None
-    published_exits: Annotated[
-        bool, typer.Option(help="Use the exit rates published for Llama-2-7B, as if this model had them.")
-    ] = False
     own_drafts: Annotated[
         bool, typer.Option(help="Use the model's own calibration and draft head, as generate does.")
     ] = True
@@ -83,9 +80,8 @@ class _Subject:
         sparse = ["--sparsity", self.sparsity] if self.sparsity else []
         sparse += ["--activations", self.activations] if self.activations else []
         slots = [] if wanted.n_slots is None else ["-np", str(wanted.n_slots)]
-        if wanted.published_exits or (weights and (slots or mode != "full")):
-            exits = ["--published-exits"] if wanted.published_exits else []
-            return ["plan", *(weights or named[1:]), *exits, *machine, *slots, *sparse]
+        if weights and (slots or mode != "full"):
+            return ["plan", *weights, *machine, *slots, *sparse]
         if weights:
             return ["simulate" if machine else "bench", *weights, *machine, *sparse]
         unquantized = ["--quantizer", UNQUANTIZED] if self.quantizer == UNQUANTIZED else []
@@ -129,7 +125,7 @@ def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress
         from hetero_ee.planning.hardware import hardware_from
         from hetero_ee.planning.planner import plan as make_plan
         from hetero_ee.planning.reports.what_if import Request
-        from hetero_ee.planning.statistics import Statistics, published_depths, published_statistics
+        from hetero_ee.planning.statistics import Statistics
         from hetero_ee.weights.store.reader import is_store
         from hetero_ee_cli.commands.profile import profile_for
         from hetero_ee_profiles.host.process import usable_threads
@@ -148,10 +144,7 @@ def _planned(subject: _Subject, engine: ModelOptions, limits: "Limits", progress
         profile = profile_for(spec, folder, progress, threads=threads)
         limits = replace(limits, threads=limits.threads and usable_threads(limits.threads))
     statistics = Statistics()
-    if subject.wanted.published_exits:
-        depths = published_depths(spec.n_layers, limits.risk or RISK)
-        statistics = Statistics(published_statistics(spec.n_layers), depths=depths)
-    elif subject.wanted.own_drafts:
+    if subject.wanted.own_drafts:
         spec, statistics = _own_statistics(spec, folder, profile, limits, subject, progress)
     made = make_plan(spec, profile, limits, statistics)
     return Request(spec, profile, limits, statistics, replace(made, name=subject.name))
