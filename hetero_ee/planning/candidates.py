@@ -84,6 +84,7 @@ class Candidate:
         return self.problem.statistics.reading(self.schedule.drafts)
 
 
+Measure = Callable[[Candidate], float]
 TYPICAL_S = attrgetter("request_s")
 
 
@@ -95,18 +96,12 @@ def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
     Raises:
         UsageError: if no candidate fits.
     """
-    found, refusal = list[Candidate](), None
-    for each in _by_draft_device(problem):
-        try:
-            found.append(_best_candidate(each, context_tokens))
-        except UsageError as error:
-            refusal = refusal or error
-    if found:
-        return min(found, key=TYPICAL_S)
-    assert refusal is not None, "what has no candidate was refused"
-    if problem.limits.mode == "exact" or not draft_terms(problem, "cpu"):
-        raise refusal
-    return _best_candidate(replace(problem, statistics=replace(problem.statistics, drafts=None)), context_tokens)
+    try:
+        return _best_candidate(_by_draft_device(problem), context_tokens)
+    except UsageError:
+        if problem.limits.mode == "exact" or not draft_terms(problem, "cpu"):
+            raise
+    return _best_candidate([replace(problem, statistics=replace(problem.statistics, drafts=None))], context_tokens)
 
 
 def _by_draft_device(problem: Problem) -> list[Problem]:
@@ -117,15 +112,16 @@ def _by_draft_device(problem: Problem) -> list[Problem]:
     return [problem, replace(problem, statistics=replace(problem.statistics, drafts=drafts.by_gpu))]
 
 
-def _best_candidate(problem: Problem, context_tokens: int) -> Candidate:
+def _best_candidate(problems: Sequence[Problem], context_tokens: int) -> Candidate:
     """Return the fastest candidate for a typical request, or one with larger chunks that serve long requests better.
 
-    Both kinds of requests count alike, relative to the times without larger chunks, whose VRAM layers could use.
+    Both kinds of requests count alike, relative to the times without larger chunks, whose VRAM layers could use: one
+    measure for all problems, which differ in the device of their drafts.
     """
-    asked = problem.limits.chunk_tokens
+    asked = problems[0].limits.chunk_tokens
     if asked and asked <= max(PREFILL_CHUNKS):
-        return _best_with_chunks(problem, context_tokens, (asked,))
-    best = _best_with_chunks(problem, context_tokens, PREFILL_CHUNKS)
+        return _best_of(problems, context_tokens, (asked,))
+    best = _best_of(problems, context_tokens, PREFILL_CHUNKS)
     is_split = len({placement == Placement.GPU for placement in best.decode[1:]}) > 1
     usual_s, long_s = best.request_s, best.long_request_s()
 
@@ -133,19 +129,32 @@ def _best_candidate(problem: Problem, context_tokens: int) -> Candidate:
         return candidate.request_s / usual_s + candidate.long_request_s() / long_s
 
     if asked:
-        return _best_with_chunks(problem, context_tokens, (asked,), relative_s)
+        return _best_of(problems, context_tokens, (asked,), relative_s)
     for chunk in LARGER_CHUNKS if is_split else ():
-        if chunk > problem.context_tokens:
+        if chunk > problems[0].context_tokens:
             break
         with suppress(UsageError):
-            larger = _best_with_chunks(problem, context_tokens, (chunk,), relative_s)
+            larger = _best_of(problems, context_tokens, (chunk,), relative_s)
             best = larger if relative_s(larger) < WORTH_IT * relative_s(best) else best
     return best
 
 
-def _best_with_chunks(
-    problem: Problem, context_tokens: int, chunks: Sequence[int], key: Callable[[Candidate], float] = TYPICAL_S
+def _best_of(
+    problems: Sequence[Problem], context_tokens: int, chunks: Sequence[int], key: Measure = TYPICAL_S
 ) -> Candidate:
+    """Return the best candidate of all problems. Raises: UsageError: the first problem's, if none has a candidate."""
+    found, refusals = list[Candidate](), list[UsageError]()
+    for each in problems:
+        try:
+            found.append(_best_with_chunks(each, context_tokens, chunks, key))
+        except UsageError as refusal:
+            refusals.append(refusal)
+    if not found:
+        raise refusals[0]
+    return min(found, key=key)
+
+
+def _best_with_chunks(problem: Problem, context_tokens: int, chunks: Sequence[int], key: Measure) -> Candidate:
     options = problem.layer_options(context_tokens)
     trials = _trials(problem, options, context_tokens, chunks)
     if not trials:
@@ -154,7 +163,7 @@ def _best_with_chunks(
     if not fitting:
         raise _too_little_ram(problem, min(ram_bytes(problem, *trial) for trial in trials))
     schedules = {decode: best_schedule(problem, decode, context_tokens) for decode, _ in dict.fromkeys(fitting)}
-    found = [completed(problem, decode, chunk, context_tokens, schedules[decode]) for decode, chunk in fitting]
+    found = [completed(problem, decode, chunk, context_tokens, schedules[decode], key) for decode, chunk in fitting]
     return min(found, key=key)
 
 
@@ -216,7 +225,14 @@ def bytes_for_all(problem: Problem) -> int:
     return layers + sum(term.n_bytes for term in reserve)
 
 
-def completed(problem: Problem, decode: Chain, chunk: int, context_tokens: int, schedule: Schedule) -> Candidate:
+def completed(
+    problem: Problem,
+    decode: Chain,
+    chunk: int,
+    context_tokens: int,
+    schedule: Schedule,
+    key: Measure = TYPICAL_S,
+) -> Candidate:
     """Complete a candidate that decodes by `schedule`, or in full mode if drafts slow prompts more than they save."""
     schedules = [schedule]
     if problem.limits.mode is None and problem.statistics.reading(schedule.drafts) is not None:
@@ -224,7 +240,7 @@ def completed(problem: Problem, decode: Chain, chunk: int, context_tokens: int, 
         schedules.append(replace(full, other_mode_s=schedule.token_s))
     prefills = prefill_chains(problem, decode, chunk)
     found = [_with_prefill(problem, decode, prefills, chunk, context_tokens, each) for each in schedules]
-    return min(found, key=TYPICAL_S)
+    return min(found, key=key)
 
 
 def _with_prefill(

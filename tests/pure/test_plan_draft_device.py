@@ -7,11 +7,16 @@ import pytest
 
 from hetero_ee.errors import UsageError
 from hetero_ee.models.known_shapes import known_spec
+from hetero_ee.options.engine import MTP_HEAD
+from hetero_ee.planning.candidates import best_candidate
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
+from hetero_ee.planning.problem import resolve
+from hetero_ee.planning.schedule import WORTH_IT
 from hetero_ee.planning.statistics import DraftRates, PromptReading, Statistics
 from hetero_ee.planning.times.prediction import predicted_step
+from hetero_ee.speculation.opening import DraftKnowledge
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
 
@@ -93,3 +98,17 @@ def test_where_no_head_fits_there_is_a_plan_without_drafts() -> None:
     with pytest.raises(UsageError, match="GiB of RAM"):
         planned(known, mode="exact", **huge)
     assert planned(replace(known, drafts=None), **huge).parts == planned(known, **huge).parts
+
+
+def test_a_requested_chunk_gives_no_better_plan_than_the_search_without_one() -> None:
+    """Drafts on either device are compared by one measure, of short and of long requests."""
+    spec, profile = known_spec("qwen3.6-35b-a3b"), reference_profile("rtx-4070-12gb")
+    known = DraftKnowledge(draft_head=MTP_HEAD).statistics(spec, profile, profile.machine.n_cores)
+    asked = Limits(context_tokens=8192, vram_budget_bytes=10 * GIB)
+    free, *pinned = (
+        best_candidate(resolve(spec, profile, replace(asked, chunk_tokens=chunk), known), 4096)
+        for chunk in (None, 512, 1024, 2048)
+    )
+    for each in pinned:
+        ratios = each.request_s / free.request_s, each.long_request_s() / free.long_request_s()
+        assert sum(ratios) > 2 * WORTH_IT, each.chunk_tokens
