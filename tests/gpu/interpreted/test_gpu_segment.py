@@ -84,7 +84,7 @@ def segment(model: Model, layers: range = range(2), ops: Any = None, recorder: A
 
 
 def blocks_of(spec: ModelSpec, layers: range) -> list[Block]:
-    return decoder_blocks(spec)[1 + 2 * layers.start : 1 + 2 * layers.stop]
+    return [block for block in decoder_blocks(spec) if block.layer in layers]
 
 
 def embedded(model: Model, batch: Batch) -> torch.Tensor:
@@ -347,11 +347,17 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(llama: Model) -> None:
 
 
 @pytest.mark.sample(0)
-@pytest.mark.parametrize(("family", "kind"), [("qwen3.5", "linear_attention"), ("lfm2", "conv")])
-def test_recurrent_layers(family: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3.5", {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("nemotron-h", {"layers_block_type": ["linear_attention", "full_attention"]}),
+    ],
+)
+def test_recurrent_layers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """A recurrent layer and an attention: near the executor, and with the same bits however a prompt is cut."""
-    kinds: Any = {"layer_types": [kind, "full_attention"]}
-    hybrid = model_of(family, tmp_path, **kinds, **({"linear_num_value_heads": 2} if family == "qwen3.5" else {}))
+    hybrid = model_of(family, tmp_path, **changes)
     whole, cut, executor = segment(hybrid), segment(hybrid), ReferenceExecutor(*hybrid, MAX_TOKENS, BatchedTorchOps())
     for owner in (whole, cut, executor):
         owner.cache.open(0)
