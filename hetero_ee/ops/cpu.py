@@ -255,10 +255,7 @@ class CpuOps(Ops):
 
     def attend(self, queries: Any, heads: CpuHeads, rows: CpuRows) -> Any:
         spec, table = heads.spec, rows.places(heads.cache)
-        attended = heads.attention.attend(queries, table, heads.place, spec.window, sinks=heads.sinks)
-        if spec.shared_dim is None:
-            return attended
-        return attended.reshape(len(queries), spec.n_heads, -1)[:, :, -spec.shared_dim :].reshape(len(queries), -1)
+        return heads.attention.attend(queries, table, heads.place, spec.window, sinks=heads.sinks)
 
     def gate(self, x: Any, gates: Any) -> Any:
         return gate(x, gates)
@@ -357,10 +354,12 @@ class CpuOps(Ops):
     def _attention(self, spec: AttentionSpec, cache: CpuKvCache) -> tuple[KvWrite, Attention]:
         """Return the kernels that write keys and values, and that attend. Layers of one shape share them."""
         shape = cache_shape(cache)
-        key = shape, cache.kind, spec.n_heads, spec.scale, spec.cap
+        key = shape, cache.kind, spec.n_heads, spec.scale, spec.cap, spec.shared_dim
         if key not in self._attentions:
             sizes = shape[0], spec.n_heads, *shape[1:]
-            attention = Attention(*sizes, cache.kind, self.pool, scale=spec.scale, cap=spec.cap)
+            attention = Attention(
+                *sizes, cache.kind, self.pool, scale=spec.scale, cap=spec.cap, value_dim=spec.shared_dim
+            )
             self._attentions[key] = KvWrite(*shape, cache.kind), attention
         return self._attentions[key]
 

@@ -238,6 +238,28 @@ def test_a_window_longer_than_the_text_changes_nothing():
         assert_same_bits(case.attend(caches, window=200), case.attend(caches))
 
 
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize(("group", "head_dim", "value_dim"), [(20, 576, 512), (3, 20, 13), (1, 64, 48)])
+def test_values_that_are_a_part_of_what_is_stored(kind, group, head_dim, value_dim):
+    """As for latent attention, whose key ends with its value: the bits are the last features' of whole values."""
+    rng, n = np.random.default_rng(2), 150
+    text = rng.normal(size=(n, 2 * head_dim)).astype(np.float32)
+    rows = [(0, position) for position in (*range(60, 70), 149, 3)]
+    queries = rng.normal(size=(len(rows), FIRST + group * head_dim)).astype(np.float32)
+    case = Case(kind, 1, group, head_dim, None, [text], rows, queries)
+    caches = case.caches(spare=2)
+    table = kv_table([caches[0]] * len(rows), [position for _, position in rows], case.shape, kind)
+    whole = case.attend(caches).reshape(len(rows), group, head_dim)
+    attention = Attention(N_LAYERS, group, 1, head_dim, kind, value_dim=value_dim)
+    out = Guarded((len(rows), group * value_dim), np.float32)
+    attention.attend(queries, table, LAYER, None, out.array, first=FIRST)
+    out.check()
+    assert_same_bits(out.array.reshape(len(rows), group, value_dim), whole[:, :, -value_dim:])
+    alone = [attention.attend(queries[[row]], table[[row]], LAYER, None, first=FIRST)[0] for row in range(len(rows))]
+    assert_same_bits(np.stack(alone), out.array)
+    assert case.is_accurate(case.attend(caches), caches)
+
+
 def test_what_a_row_does_not_see_does_not_matter():
     """Later positions and those before the window may hold anything, NaN included."""
     for seed in range(40):
@@ -364,6 +386,7 @@ def test_wrong_arguments_are_refused():
         lambda: Attention(1, 4, 2, 8, "bf16"),
         lambda: Attention(1, 129, 1, 8, "fp32"),
         lambda: Attention(1, 1, 1, 1025, "fp32"),
+        lambda: Attention(1, 1, 1, 8, "fp32", value_dim=9),
         lambda: KvWrite(1, 2, 8, "bf16"),
         lambda: attention.attend(q, table, 3, None),
         lambda: attention.attend(q, table, 0, 0),

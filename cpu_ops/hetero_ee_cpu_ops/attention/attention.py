@@ -3,7 +3,8 @@
 out[r, h] = sum over p of softmax_p(score[p]) v[p],  p = max(0, position + 1 - window) .. position,
 score[p] = scale q[r, h] k[p], or for models that cap it (arXiv 2408.00118) cap tanh(scale q[r, h] k[p] / cap),
 with k, v of the row's own sequence and of key head h // (n_heads / n_kv_heads); m rows, d = head_dim. A model may have
-a sink per head (gpt-oss): one more score in the softmax, for no value.
+a sink per head (gpt-oss): one more score in the softmax, for no value. Values may be the last `value_dim` features of
+the stored ones, as in latent attention, whose key ends with its value.
 
 Online softmax (arXiv 1805.02867, 2205.14135) over blocks of 64 absolute positions, in order, that starts with the sink
 as maximum and 1 as sum. A row's bits depend on
@@ -14,7 +15,7 @@ output feature adds the block's values in order of position.
 A work item is one key head and up to 64 queries: consecutive rows of one sequence with all their query heads. Items
 are smaller for long heads, or when threads would stay idle. An item's queries read and convert keys and values once,
 together (attention_block.py), in tiles of 2, 4 or 8 queries. Each size of tile is a function of its own, compiled when
-an item first needs it: one takes 5 s (AMD EPYC, AVX-512, Nov 2026). An item uses 147 KB of its thread's stack.
+an item first needs it: one takes 5 s (AMD EPYC, AVX-512, Nov 2026). An item uses 231 KB of its thread's stack.
 
 A row of a draft tree is an item of its own. From its branch on, its keys and values are gathered from the slots of its
 path, block by block, so that its bits are those of a chain along its path.
@@ -88,7 +89,8 @@ QUERY, QUERY_STRIDE, TABLE, OUT, N_ROWS, N_KV_HEADS, GROUP, HEAD_DIM, LAYER, WIN
 )
 TWO, EIGHT = 13, 14  # addresses of the chunk functions with tiles of 2 and 8 queries; 0 if no item needs them
 SINKS = 15  # their address, 0 if the model has none
-N_ARGUMENTS, ARGUMENT_BYTES = 16, 128
+VALUE_DIM = 16
+N_ARGUMENTS, ARGUMENT_BYTES = 17, 136
 NO_SINKS = np.zeros(0, np.float32)
 # Addresses of these functions before they are compiled, by _is_wide(). 0 means that an item may need one. Without
 # AVX-512 nothing calls them, so that 1, which is never used, keeps them from being compiled.
@@ -125,7 +127,7 @@ def _begin(arguments: int, frame: int, head: int, first: int, end: int, height: 
 def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: int, element: Any) -> None:
     """Compute attention of queries first..end-1 of one sequence and key head, in tiles of len(rows) queries."""
     n_kv_heads, group, head_dim = word(arguments, N_KV_HEADS), word(arguments, GROUP), word(arguments, HEAD_DIM)
-    padded, n_queries = -(-head_dim // 16) * 16, end - first
+    padded, n_queries, value_dim = -(-head_dim // 16) * 16, end - first, word(arguments, VALUE_DIM)
     factor, cap = read_float(arguments + 8 * FACTOR), read_float(arguments + 8 * CAP)
     frame = scratch(FRAME_BYTES)
     low, high = _begin(arguments, frame, head, first, end, len(rows))
@@ -133,6 +135,7 @@ def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: in
     line = (word(arguments, LAYER) * n_kv_heads + head) * word(line_at, CAPACITY)  # of this head's position 0
     row_bytes = head_dim * element_bytes(element)
     keys, values = word(line_at, KEYS) + line * row_bytes, word(line_at, VALUES) + line * row_bytes
+    values += (head_dim - value_dim) * element_bytes(element)
     key_scales, value_scales = word(line_at, KEY_SCALES), word(line_at, VALUE_SCALES)
     branch = word(line_at, BRANCH)
     for start in range(low & -BLOCK, high, BLOCK):
@@ -153,12 +156,13 @@ def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: in
         block_scores(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, k, v, path, branch, element)
         block_weights(frame, n_queries, padded, start, factor, cap, k_scales, v_scales)
         block_values(
-            tile, rows, frame, n_queries, head_dim, padded, start, seen, until, v, next_keys, path, branch, element
-        )
+            tile, rows, frame, n_queries, value_dim, row_bytes, padded, start, seen, until, v, next_keys, path, branch,
+            element,
+        )  # fmt: skip
     for number in range(n_queries):
         query = first + number
         at = (query // group * n_kv_heads + head) * group + query % group
-        finish_query(frame, number, word(arguments, OUT) + 4 * at * head_dim, head_dim, padded)
+        finish_query(frame, number, word(arguments, OUT) + 4 * at * value_dim, value_dim, padded)
 
 
 @inner
@@ -203,12 +207,12 @@ def _is_wide() -> bool:
 @entry(
     types.int64(
         *[types.int64] * 3, array_out(types.int64, 1), array_in(types.float32, 2), array_in(types.int64, 2),
-        array_out(types.float32, 2), *[types.int64] * 6, types.float32, types.float32, array_in(types.float32, 1),
+        array_out(types.float32, 2), *[types.int64] * 7, types.float32, types.float32, array_in(types.float32, 1),
     )
 )  # fmt: skip
 def _enter(
     function: int, two: int, eight: int, arguments: Any, queries: Any, table: Any, out: Any, first: int, layer: int,
-    n_kv_heads: int, head_dim: int, window: int, n_threads: int, scale: float, cap: float, sinks: Any,
+    n_kv_heads: int, head_dim: int, value_dim: int, window: int, n_threads: int, scale: float, cap: float, sinks: Any,
 ) -> int:  # fmt: skip
     """Check the shapes, then compute everything or prepare the work for several threads.
 
@@ -219,11 +223,11 @@ def _enter(
         A code as in activate.py. Below -1, functions that are not compiled yet are needed and nothing was computed: the
         code is -1 minus their bits.
     """
-    m, n_features = out.shape
-    group = n_features // (n_kv_heads * head_dim)
+    m, group = out.shape[0], out.shape[1] // (n_kv_heads * value_dim)
+    n_features = group * n_kv_heads * head_dim
     if table.shape != (m, COLUMNS) or queries.shape[0] != m or first < 0 or window < 0:
         return -1
-    if group * n_kv_heads * head_dim != n_features or first + n_features > queries.shape[1] or group > MAX_GROUP:
+    if group * n_kv_heads * value_dim != out.shape[1] or first + n_features > queries.shape[1] or group > MAX_GROUP:
         return -1
     if sinks.size != 0 and sinks.size != group * n_kv_heads:
         return -1
@@ -254,6 +258,7 @@ def _enter(
     write_integer(n_kv_heads, address + 8 * N_KV_HEADS)
     write_integer(group, address + 8 * GROUP)
     write_integer(head_dim, address + 8 * HEAD_DIM)
+    write_integer(value_dim, address + 8 * VALUE_DIM)
     write_integer(layer, address + 8 * LAYER)
     write_integer(window, address + 8 * WINDOW)
     write_float(np.float32(scale), address + 8 * FACTOR)
@@ -276,10 +281,11 @@ class Attention:
         kind: how the cache is stored, a key of kv_table.DTYPES.
         scale: factor of the scores, 1 / sqrt(head_dim) if None.
         cap: limit of the scores, 0 for none.
+        value_dim: size of a value, which is the last features of a stored one; head_dim if None.
 
     Raises:
         ValueError: if n_kv_heads does not divide n_heads, there are more than 128 query heads per key head, head_dim is
-            above 1024, or the kind is unknown.
+            above 1024, value_dim is above head_dim, or the kind is unknown.
     """
 
     def __init__(
@@ -293,14 +299,18 @@ class Attention:
         *,
         scale: float | None = None,
         cap: float = 0.0,
+        value_dim: int | None = None,
     ) -> None:
         if min(n_layers, n_heads, n_kv_heads, head_dim) < 1 or n_heads % n_kv_heads or n_heads > MAX_GROUP * n_kv_heads:
             raise ValueError(f"{n_heads} query heads of {head_dim} cannot share {n_kv_heads} key heads equally.")
         if head_dim > MAX_HEAD_DIM:
             raise ValueError(f"Heads of {head_dim} features are too long; at most {MAX_HEAD_DIM} are supported.")
+        if value_dim is not None and not 1 <= value_dim <= head_dim:
+            raise ValueError(f"Values of {value_dim} features are not part of {head_dim}; choose 1 to {head_dim}.")
         if kind not in DTYPES:
             raise ValueError(f"Unknown KV cache type {kind}; choose one of {', '.join(DTYPES)}.")
         self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim = n_layers, n_heads, n_kv_heads, head_dim
+        self.value_dim = head_dim if value_dim is None else value_dim
         self._scale, self._cap = 1.0 / sqrt(head_dim) if scale is None else scale, cap
         self._pool, self._n_threads, self._kind = pool, pool.n_threads if pool else 1, kind
         self._functions: tuple[int, int, int] | None = None  # addresses, by tiles of 4, 2 and 8 queries
@@ -322,7 +332,7 @@ class Attention:
             queries: fp32 (m, features), the heads side by side from feature `first`.
             table: kv_table(...) of the m rows.
             window: number of positions that a row sees, including its own; None for all.
-            out: fp32 (m, n_heads * head_dim), allocated if None.
+            out: fp32 (m, n_heads * value_dim), allocated if None.
             sinks: fp32 (n_heads,), empty for none.
 
         Returns:
@@ -332,17 +342,17 @@ class Attention:
             ValueError: if a shape, dtype or layout does not fit, or the layer does not exist.
         """
         if out is None:
-            out = np.empty((queries.shape[0], self.n_heads * self.head_dim), np.float32)
+            out = np.empty((queries.shape[0], self.n_heads * self.value_dim), np.float32)
         if not 0 <= layer < self.n_layers or (window is not None and window < 1):
             raise ValueError(f"Layer {layer} of {self.n_layers} or window {window} is out of range.")
-        shape = (first, layer, self.n_kv_heads, self.head_dim, window or 0)
+        shape = (first, layer, self.n_kv_heads, self.head_dim, self.value_dim, window or 0)
         call = (queries, table, out, *shape, self._n_threads, self._scale, self._cap, sinks)
         functions = self._functions or self._compiled(0)
         status = _enter(*functions, NO_ARGUMENTS, *call)
         if status < -1:
             functions = self._compiled(-1 - status)
             status = _enter(*functions, NO_ARGUMENTS, *call)
-        if status < 0 or out.shape[1] != self.n_heads * self.head_dim:
+        if status < 0 or out.shape[1] != self.n_heads * self.value_dim:
             raise ValueError(
                 f"Queries {queries.shape} from feature {first}, KV table {table.shape}, output {out.shape} and sinks "
                 f"{sinks.shape} do not fit {self.n_heads} heads of {self.head_dim}."
