@@ -1,5 +1,6 @@
 """What all tests share: nobody's real cache is touched, property tests repeat themselves, and where models lie."""
 
+import gc
 import io
 import math
 import os
@@ -25,6 +26,7 @@ SHARED_MODELS = Path(__file__).resolve().parents[2] / "shared" / "models"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, which is not imported yet: the workers share the cores
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles the package again
+sys.dont_write_bytecode = False  # else each run with `-n 0` rewrites the assertions of all test files again
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
@@ -34,6 +36,20 @@ def pytest_configure() -> None:
     """A suite run in the background has SIGINT ignored, which its child processes would inherit."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep what collection creates out of the garbage collector, whose passes would visit it in every test.
+
+    Imported modules and collected tests live until the process ends.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
