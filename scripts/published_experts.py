@@ -248,7 +248,7 @@ NOT_COMPARED = (
     "RTX 3060: neither the acceptance of MTP's drafts nor the chunk of prompts is published.",
     "GTX 1060: 20 layers with experts exceed its 6 GB, so the driver pages; with mmap, pages come from a disk.",
     "GTX 1060, from -ncmoe 41 to 35: a seventh fewer experts on the CPU explain 1.14 at the most.",
-    "RTX 2080: speeds exceed the published ones, since llama.cpp reads its PC's RAM at half of the rated 102 GB/s.",
+    "RTX 2080: predicted speeds are 27 to 44 % too high; reading RAM at half of the rated 102 GB/s would explain most.",
     "RTX 5060 Ti, RTX 3060, GTX 1060: the RAM is assumed, so speeds say little.",
 )
 

@@ -33,7 +33,10 @@ DATE = "2026-11-23"  # of the rule and its numbers
 VERSIONS = "data sheets; CPU kernels as in docs/benchmarks.md of 2026-11-21"
 # Copy kernels, and fits of seconds per token over bytes through llama.cpp's CUDA scoreboard (discussion 15013).
 VRAM_SHARE = 0.90
-RAM_SHARE = 0.68  # desktop and laptop CPUs read at 0.62 to 0.73 of the rated rate in published measurements
+# Desktop and laptop CPUs read at 0.62 to 0.73 of the rated rate in published measurements. Decoding by llama.cpp on a
+# CPU alone reads its weights at 0.84 of DDR4-3600 (Ryzen 5900X) and 0.79 of DDR5-3600 (7950X; Mixtral in Q8_0, issue
+# 4716), and at 0.77 of DDR5-5600 (Ryzen HX 370; Qwen2.5-32B in Q4_K_M, issue 19480): no less of DDR4 than of DDR5.
+RAM_SHARE = 0.68
 LINK_SHARE = 0.8  # pinned copies: 22.9 of 31.5 GB/s on an RTX 4090, published; pageable memory half of that
 DISK_SHARE = 0.8  # assumed
 # A GPU's operations as a share of its fp32 rate, for up to that many rows. One row is limited by reading. From 2 to 64
