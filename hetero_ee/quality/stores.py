@@ -191,12 +191,9 @@ def _dealt(
     bits = (
         8 * sum(layout_bytes(each, layouts[each.name]) for each in matrices) / sum(each.n_elements for each in matrices)
     )
-    named = (
-        layouts.items() - own.items()
-        if plain.own
-        else ((name, each) for name, each in layouts.items() if each != "int4")
-    )
-    return replace(plain, bits=round(bits, 2), layouts=tuple(sorted(named)))
+    usual = own if plain.own else dict.fromkeys(layouts, "int4")
+    changed = layouts.items() - usual.items()
+    return replace(plain, bits=round(bits, 2), layouts=tuple(sorted(changed)))
 
 
 def _own_layouts(folder: Path, spec: ModelSpec) -> dict[str, str]:
