@@ -255,6 +255,7 @@ def whole_layers(
 
             engines["llama.cpp"] = theirs
         engines["read"] = lambda m, first, n_distinct: read(passes.n_bytes(first, n_distinct))
+        timed_in_turns(engines, 1, 1, n_repeats, draw)  # the system still moves pages after so much memory was filled
         for m in (*FEW, PROMPT):
             for name, repeated in REPEATED.items():
                 n_distinct = min(N_DISTINCT, -(-m // repeated))
